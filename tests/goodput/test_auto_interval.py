@@ -1,6 +1,7 @@
 """`every="auto"`: the decision itself, driven by simulated runs, beside the best fixed interval."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -27,15 +28,36 @@ class Noisy(AutoInterval):
         )
 
 
+@pytest.fixture(autouse=True)
+def _same_noise(monkeypatch):
+    """Give each test the same noise, whichever tests run before."""
+    monkeypatch.setattr(Noisy, "rng", np.random.default_rng(0))
+
+
 def scenario_of(lost_s, commit_s, mtbf_s, failures=100):
     level = Level(name="home", lost_s=lost_s, commit_s=commit_s, restore_s=120, mtbf_s=mtbf_s)
     return Scenario(levels=(level,), duration_s=failures * mtbf_s)
 
 
-@pytest.mark.parametrize("expected_s", [1, 30], ids=["prior", "prior-30-times"])
-@pytest.mark.parametrize("mtbf_s", [600, 3 * HOUR_S])
-@pytest.mark.parametrize(("lost_s", "commit_s"), [(0.5, 2), (2, 60), (60, 60)])
-def test_it_wastes_hardly_more_than_the_best_fixed_interval(lost_s, commit_s, mtbf_s, expected_s):
+def every_second(*axes):
+    """Return the product of lists of values; every second case is exhaustive.
+
+    Each pair of values of two lists has a case that isn't.
+    """
+    cases = []
+    for numbers in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[number] for axis, number in zip(axes, numbers, strict=True)]
+        marks = [pytest.mark.exhaustive] if sum(numbers) % 2 else []
+        cases.append(pytest.param(*values, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("costs_s", "mtbf_s", "expected_s"),
+    every_second([(0.5, 2), (2, 60), (60, 60)], [600, 3 * HOUR_S], [1, 30]),
+)
+def test_it_wastes_hardly_more_than_the_best_fixed_interval(costs_s, mtbf_s, expected_s):
+    lost_s, commit_s = costs_s
     scenario = scenario_of(lost_s, commit_s, mtbf_s)
     pilots = [Noisy(mtbf_s=mtbf_s * expected_s) for _ in range(4)]
     seen = waste_of(simulate(scenario, pilots, runs=4, seed=1))
@@ -73,13 +95,15 @@ def best_waste_of(scenario):
     )
 
 
-@pytest.mark.parametrize("every", [4, 32])
-@pytest.mark.parametrize("share", [0.03, 0.2, 0.8], ids="of-home-{}".format)
 @pytest.mark.parametrize(
-    ("lost_s", "commit_s", "expected_s"), [((0.2, 3.0), (1, 60), 1), ((1.0, 5.0), (10, 300), 30)]
+    ("costs", "share", "every"),
+    every_second(
+        [((0.2, 3.0), (1, 60), 1), ((1.0, 5.0), (10, 300), 30)], [0.03, 0.2, 0.8], [4, 32]
+    ),
 )
-def test_it_wastes_hardly_more_with_two_levels(lost_s, commit_s, expected_s, share, every):
+def test_it_wastes_hardly_more_with_two_levels(costs, share, every):
     """What a failure took is only seen where a newer save was lost by it."""
+    lost_s, commit_s, expected_s = costs
     scenario = two_levels(lost_s, commit_s, share, every)
     pilots = [Noisy(mtbf_s=HOUR_S * expected_s, every=(1, every)) for _ in range(4)]
     assert waste_of(simulate(scenario, pilots, runs=4, seed=1)) <= 1.1 * best_waste_of(scenario)
