@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-import ckptfmt
-from tests.house.sources import ROOT
-from tests.plugins import trainings
+import ckptfmt  # noqa: E402 - after the check for torch
+from tests.house.sources import ROOT  # noqa: E402 - as above
+from tests.plugins import trainings  # noqa: E402 - as above
 
 PAGE = ROOT / "docs" / "your-trainer.md"
 DRIVER = Path(__file__).parent / "observed.py"
@@ -99,7 +99,7 @@ TRAINERS = {
         edits=PLATEAU,
         kills=(14, 4),
         run="runs/timm",
-        fault=(', "plateau": lr_scheduler.lr_scheduler', ""),
+        fault=("optimizer=optimizer, ", ""),
     ),
     "diffusers LoRA": Trainer(
         program="train_unet.py",
@@ -251,6 +251,36 @@ def test_an_environment_with_a_hidden_state_lowers_the_claim(
     told = (tmp_path / "killed/output-1").read_text()
     assert "claim S" in told
     assert "env.unwrapped.simulator isn't saved" in told
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "partial"])
+def test_a_plateau_scheduler_of_timm_is_whole_with_the_scheduler_within(
+    is_whole: object, tmp_path: Path
+) -> None:
+    schedulers = pytest.importorskip("timm.scheduler")
+
+    def make() -> tuple[Any, ckptfmt.State]:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = schedulers.PlateauLRScheduler(optimizer, patience_t=5)
+        inner = {"plateau": plateau.lr_scheduler} if is_whole else {}
+        extra = {"scheduler": plateau, **inner}
+        data = {"position": 0}
+        state = ckptfmt.State(weights=model, optimizer=optimizer, data=data, config={}, extra=extra)
+        return plateau, state
+
+    before, state = make()
+    for epoch, metric in enumerate((0.5, 0.4, 0.3)):
+        before.step(epoch + 1, metric)
+    ckptfmt.save(tmp_path / "saved", state, step=3)
+    after, state = make()
+    report = ckptfmt.load(tmp_path / "saved", state)
+    assert before.lr_scheduler.num_bad_epochs == 2
+    assert (report.claim, after.lr_scheduler.num_bad_epochs) == (
+        ("T1", 2) if is_whole else ("S0", 0)
+    )
+    assert ("lr_scheduler.num_bad_epochs" in str(report.lowered_by)) is not is_whole
 
 
 def test_glue_is_short() -> None:
