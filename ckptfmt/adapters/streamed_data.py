@@ -22,6 +22,7 @@ EXACT: Final = "ckptfmt_exact"
 BUFFER: Final = "shuffle_buffer"
 UNSEEDED: Final = "unseeded_order"
 UNDECLARED: Final = "undeclared_order"
+EARLY: Final = "early_epoch"
 LOSSES: Final = {
     BUFFER: (
         "the data set has a shuffle buffer, which isn't in its state_dict: a resume within an epoch"
@@ -34,12 +35,17 @@ LOSSES: Final = {
         "the iterable data set has no state_dict: a resume within an epoch reads its first samples"
         " again, and these are the same only if each iteration gives the same samples"
     ),
+    EARLY: (
+        "a resume from the end of an epoch begins the next epoch when torchdata.nodes loads the"
+        " position, before the loop calls set_epoch() of the data set"
+    ),
 }
 #: The name of the report on each loss.
 _NAMES: Final = {
     BUFFER: "SHUFFLE_BUFFER_LOST",
     UNSEEDED: "SHUFFLE_UNSEEDED",
     UNDECLARED: "ORDER_UNDECLARED",
+    EARLY: "EPOCH_BEGUN_EARLY",
 }
 #: The remedy for each loss.
 _REMEDIES: Final = {
@@ -49,6 +55,7 @@ _REMEDIES: Final = {
     ),
     UNSEEDED: "give shuffle(seed=...)",
     UNDECLARED: f"declare this by dataset.{EXACT} = True",
+    EARLY: "give a StatefulDataLoader of the data set",
 }
 #: Libraries whose loaders may return another state after a load than the loaded state.
 _KNOWN: Final = ("datasets", "torchdata")
@@ -101,13 +108,38 @@ def find_losses(values: Iterable[Any]) -> list[str]:
     found: dict[str, None] = {}
     for value in values:
         loader = getattr(value, "loader", value)
-        dataset = getattr(loader, "dataset", loader)
-        if is_streamed(dataset):
-            is_counted = not hasattr(loader, "state_dict")  # a plain DataLoader
-            found |= dict.fromkeys(_losses_of_streamed(dataset, is_counted=is_counted))
-        elif _library(loader) == "torchdata" and _is_counted(loader, dataset):
-            found[UNDECLARED] = None
+        for dataset in _datasets_of(loader):
+            if is_streamed(dataset):
+                is_counted = not hasattr(loader, "state_dict")  # a plain DataLoader
+                found |= dict.fromkeys(_losses_of_streamed(dataset, is_counted=is_counted))
+                found |= {EARLY: None} if _is_of_nodes(loader) else {}
+            elif _library(loader) == "torchdata" and _is_counted(loader, dataset):
+                found[UNDECLARED] = None
     return list(found)
+
+
+def _datasets_of(loader: Any) -> list[Any]:
+    """Return the data sets of a loader; of a loader of torchdata's nodes those in the nodes."""
+    if not _is_of_nodes(loader):
+        return [getattr(loader, "dataset", loader)]
+    found = []
+    waiting = [loader]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        for name, part in vars(node).items():
+            inner = part.values() if isinstance(part, dict) else [part]
+            waiting += filter(_is_of_nodes, inner)
+            if name == "iterable":
+                found.append(part)
+    return found
+
+
+def _is_of_nodes(value: object) -> bool:
+    return type(value).__module__.startswith("torchdata.nodes.")
 
 
 def list_losses(values: Iterable[Any]) -> list[str]:
@@ -143,6 +175,8 @@ def _is_counted(loader: Any, dataset: Any) -> bool:
         or is_repeatable(dataset)
     ):
         return False
+    if _is_of_nodes(loader):
+        return True
     state = loader.state_dict()
     snapshots = state.get("_snapshot", {}).get("_worker_snapshots", {"": state})
     return all(_has_no_position(snapshot) for snapshot in snapshots.values())
@@ -163,9 +197,9 @@ def load_position(loader: Any, state: Any) -> None:
 
     Raises: what the library raises.
     """
-    dataset = getattr(loader, "dataset", loader)
-    if is_streamed(dataset):
-        _Resumed.of(dataset).begin(_find_epoch(state))
+    streamed = list(filter(is_streamed, _datasets_of(loader)))
+    for dataset in streamed:
+        _Resumed.of(dataset).begin(_find_epoch(state) if len(streamed) == 1 else None)
     if hasattr(loader, "_iter_for_state_dict"):  # torchdata.nodes keeps an iterator made before
         loader._iter_for_state_dict = False  # noqa: SLF001
         loader._it = None  # noqa: SLF001

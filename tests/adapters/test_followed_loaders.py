@@ -295,6 +295,39 @@ def test_an_iterable_data_set_is_refused_at_the_first_save_unless_it_is_exact() 
         assert lists(other) == right[1]
 
 
+class DividedStream(torch.utils.data.IterableDataset[Any]):
+    """Twelve numbers with noise, divided between the worker processes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker: Any = torch.utils.data.get_worker_info()
+        for number in range(worker.id, 12, worker.num_workers):
+            yield number, int(torch.randint(1 << 30, ()))
+
+
+def test_worker_processes_read_an_iterable_data_set_again() -> None:
+    """CURSOR_FORM refused the first save. The data set declares its order by an attribute."""
+
+    def make() -> Any:
+        data: Any = DividedStream()
+        data.ckptfmt_exact = True
+        return DataLoader(data, batch_size=2, num_workers=2)
+
+    torch.manual_seed(3)
+    plain = make()
+    right = [lists(plain) for _ in range(2)]
+    for taken in (1, 4, 6):
+        torch.manual_seed(3)
+        loader = make()
+        followed(loader)
+        batches = iter(loader)
+        seen = lists(next(batches) for _ in range(taken))
+        other = make()
+        report = moved(loader, other)
+        assert seen + lists(other) == right[0]
+        assert lists(other) == right[1]
+        assert not any("worker process" in one for one in report.lowered_by)
+
+
 def test_a_loader_out_of_order_is_refused() -> None:
     loader = DataLoader(Samples(4), num_workers=1, in_order=False)
     error = told(ckptfmt.save, MemoryStore(), state_of(loader), step=1)

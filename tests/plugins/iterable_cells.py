@@ -159,15 +159,19 @@ def make_loader(cell: dict[str, Any], files: Path) -> tuple[Any, Any, Any]:
     """Return the value for State(data=), the object of the loop, and the data set."""
     if cell["loader"] == "nodes":
         source = nodes.SamplerWrapper(torch.utils.data.SequentialSampler(range(SAMPLES)))
+        data = None
         if cell["kind"] == "wrapper":
             source = nodes.IterableWrapper(range(SAMPLES))
-        rows = nodes.Mapper(source, lambda number: {"x": number})
+        if cell["kind"] in SETS:
+            data = SETS[cell["kind"]](files)
+            source = nodes.IterableWrapper(data)
+        rows = nodes.Mapper(source, lambda row: row if isinstance(row, dict) else {"x": row})
         batches = nodes.Batcher(rows, BATCH)
         if cell["workers"]:
             batches = nodes.ParallelMapper(batches, list, num_workers=2, method="thread")
         collated = nodes.Mapper(batches, torch.utils.data.default_collate)
         loader = nodes.Loader(nodes.Prefetcher(collated, 2))
-        return loader, loader, None
+        return loader, loader, data
     data = SETS[cell["kind"]](files)
     for name, value in cell.get("set", {}).items():
         setattr(data, name, value)

@@ -313,7 +313,7 @@ OTHER_WORDS = {
     "load_state_dict",
     # members of the topology "local" of the reference writer, which is a tree and has no schema
     "unread_samplers", "still_data", "unsaved_shuffle",
-    "shuffle_buffer", "unseeded_order", "undeclared_order",
+    "shuffle_buffer", "unseeded_order", "undeclared_order", "early_epoch",
     # the kind of a cursor; that of another loader's position, and a member of it
     "ckptfmt", "data_cursor", "foreign_loader", "worker_count",
     # members of the position of a loader that is read epoch by epoch
