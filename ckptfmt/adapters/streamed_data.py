@@ -1,7 +1,7 @@
 """Loaders and data sets that save their position themselves, as their libraries define it.
 
 A position is loaded before the first iterator is made. Neither `state_dict` nor `iter` is called
-before: some loaders make their iterator for both, and keep it although a position is loaded later.
+before: some loaders make their iterator for both, and keep the iterator after a load.
 
 `datasets` keeps a loaded position for all later iterations with the same number of the epoch, and
 doesn't load this number. `load_position` corrects both.
@@ -15,7 +15,7 @@ from typing import Any, Final
 from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
 
-#: The attribute by which an iterable data set declares that each iteration gives the same samples.
+#: The attribute for the declaration of an iterable data set: equal samples in each iteration.
 EXACT: Final = "ckptfmt_exact"
 #: Members of topology for a position that its library can't restore, each with the reason for a
 #: lower claim.
@@ -119,7 +119,7 @@ def find_losses(values: Iterable[Any]) -> list[str]:
 
 
 def _datasets_of(loader: Any) -> list[Any]:
-    """Return the data sets of a loader; of a loader of torchdata's nodes those in the nodes."""
+    """Return the data sets of a loader, or of the nodes in a loader of torchdata's nodes."""
     if not _is_of_nodes(loader):
         return [getattr(loader, "dataset", loader)]
     found = []
