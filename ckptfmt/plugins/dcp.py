@@ -257,7 +257,10 @@ class CkptfmtWriter(_AtPath, StorageWriter):
             if optimizer is None:
                 continue
             index = meta.MetadataIndex(fqn)
-            live = planner.lookup_object(index)  # type: ignore[attr-defined]
+            live: object = planner.state_dict[fqn]  # type: ignore[attr-defined]
+            # A planner looks up a ShardedTensor by the offset of a shard.
+            if not isinstance(live, torch.Tensor | ShardedTensor):
+                live = planner.lookup_object(index)  # type: ignore[attr-defined]
             if isinstance(live, torch.Tensor | ShardedTensor):
                 name = layout.place_of(path)[1]
                 # Only the name counts here: the plans of the ranks have the pieces.

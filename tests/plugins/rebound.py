@@ -36,7 +36,7 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint, fsdp
 from torch.distributed.checkpoint import filesystem
-from torch.testing._internal import common_distributed
+from torch.testing._internal import common_distributed, common_fsdp
 from torch.testing._internal.distributed._tensor import common_dtensor
 
 from ckptfmt.plugins import dcp
@@ -75,6 +75,7 @@ _ON_PROCESSOR = (
     (r"\bcuda:(\d|\{[^}]*\})", "cpu"),
     (r"\.cuda\(([^()]|\([^()]*\))*\)", ""),
     (r'device="cuda"', 'device="cpu"'),
+    (r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
     (r"torch\.cuda\.device_count\(\)", "4"),
     (r"with_comms\(init_rpc=False\)", 'with_comms(init_rpc=False, backend="gloo")'),
     (r"\n@?if __name__ == .*\n.*run_tests\(\)\n", "\n"),
@@ -122,6 +123,16 @@ def bind(ours: bool, *, names_storage: bool) -> None:  # noqa: FBT001 - as in th
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._start_processes(context.Process)
+
+    run_rank = common_fsdp.FSDPTest._run.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(run_rank)
+    def on_four_processors(cls: Any, *args: Any, **kwargs: Any) -> None:
+        torch.accelerator.device_count = lambda: 4
+        run_rank(cls, *args, **kwargs)
+
+    common_fsdp.FSDPTest._run = classmethod(on_four_processors)  # type: ignore[assignment]
+    common_fsdp.DEVICE_COUNT, common_fsdp.DISTRIBUTED_BACKEND = 4, "gloo"
 
     # Ranks that begin with torch imported take a fraction of the time.
     common_distributed.MultiProcessTestCase._spawn_processes = fork_ranks  # type: ignore[method-assign]

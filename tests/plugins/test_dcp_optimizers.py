@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint import filesystem, format_utils
 from torch.distributed.checkpoint import state_dict_loader as dcp_load
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
@@ -212,6 +214,31 @@ def test_an_optimizer_without_its_model_and_one_without_a_step(tmp_path):
     other, fresh = made(2, 0)
     ckptfmt.load(tmp_path / "begun", ckptfmt.State(weights=other, optimizer=fresh, rng=False))
     assert bits(other, fresh) == bits(model, optimizer)
+
+
+def sharded(tensor):
+    shard = sharded_tensor.Shard.from_tensor_and_offsets(tensor, [0] * tensor.ndim, 0)  # type: ignore[attr-defined]
+    return sharded_tensor.init_from_local_shards([shard], *tensor.size())
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_sharded_tensors_of_an_optimizer_are_saved(tmp_path):
+    """FSDP1 without a device mesh gives these; a planner looks up a ShardedTensor by an offset."""
+    saved, other = made(1, 3), made(2, 1)
+    expected = bits(*saved)
+    states: Any = get_state_dict(*saved)
+    model_state, optimizer_state = states
+    meeting = f"file://{tmp_path / 'meeting'}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        for state in optimizer_state["state"].values():
+            state |= {name: sharded(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+        app = {"model": model_state, "optim": optimizer_state}
+        dcp_save.save(app, storage_writer=CkptfmtWriter(tmp_path / "c"))
+    finally:
+        distributed.destroy_process_group()
+    ckptfmt.load(tmp_path / "c", ckptfmt.State(weights=other[0], optimizer=other[1], rng=False))
+    assert bits(*other) == expected
 
 
 def test_an_option_that_is_a_tensor_keeps_its_bits(tmp_path):

@@ -1,5 +1,6 @@
 """The table of docs/moving.md: everyday calls of Orbax's CheckpointManager, and the same with ckptfmt."""
 
+import datetime as dt
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 import ckptfmt
 from ckptfmt.errors import CkptError
+from tests.plugins import rebound_orbax
 
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
@@ -157,3 +159,57 @@ def test_the_remedy_for_dtypes_below_a_byte(tmp_path, small):
     loaded = ckptfmt.load(tmp_path / "c", framework="jax")["weights"]["w"].astype(small)
     assert loaded.dtype == array.dtype
     assert bits([loaded]) == bits([array])
+
+
+def seen_by(manager_class, directory):
+    """Return what a program sees of two managers, one after the other."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=2, max_to_keep=2, keep_period=4)
+    composite, save = ocp.args.Composite, ocp.args.StandardSave
+    restore = composite(params=ocp.args.StandardRestore())
+
+    def manage():
+        return manager_class(directory, options=options, item_names=("params",))
+
+    def tree(step):
+        return {"w": jnp.arange(4.0) * step, "b": [jnp.full(2, step)]}
+
+    with manage() as manager:
+        seen = [
+            manager.save(step, args=composite(params=save(tree(step))), force=step == 7)
+            for step in range(8)
+        ]
+        manager.wait_until_finished()
+        seen += [manager.all_steps(), manager.latest_step()]
+    with manage() as manager:
+        seen += [manager.all_steps(), manager.latest_step()]
+        seen.append(bits(manager.restore(4, args=restore).params))
+        seen.append(manager.save(8, args=composite(params=save(tree(8)))))
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="8"):
+            manager.save(8, args=composite(params=save(tree(9))), force=True)
+        manager.delete(7)
+        seen.append(manager.all_steps())
+        seen.append(bits(manager.restore(None, args=restore).params))
+        with pytest.raises(FileNotFoundError):
+            manager.restore(5)
+    return seen
+
+
+def test_the_class_that_orbaxs_own_tests_get_does_as_orbaxs_manager(tmp_path):
+    """`ORBAX.md` is made with this class."""
+    theirs = seen_by(ocp.CheckpointManager, tmp_path / "orbax")
+    assert theirs[:8] == [True, False] * 3 + [True, True]
+    assert seen_by(rebound_orbax.ManagerByCkptfmt, tmp_path / "ours") == theirs
+    options = ocp.CheckpointManagerOptions(keep_time_interval=dt.timedelta(hours=1))
+    with pytest.raises(rebound_orbax.NotPromisedError, match="retention by time"):
+        rebound_orbax.ManagerByCkptfmt(tmp_path / "more", options=options)
+
+
+def test_a_failure_without_a_known_reason_is_no_difference():
+    known = rebound_orbax.difference_of("test_file_format0", "failure: False is not true")
+    assert known == "differs: names of directories"
+    for name, outcome in (("test_save_interval", "failure: no"), ("test_file_format0", "passed")):
+        assert rebound_orbax.difference_of(name, outcome) == outcome
+    page = (PAGE.parents[1] / "tests" / "plugins" / "ORBAX.md").read_text()
+    told = set(re.findall(r"differs: ([^|]+?)(?: \(\d+\))?[;|]", page.replace(" |", "|")))
+    assert told == set(rebound_orbax.DIFFERENCES.values())
