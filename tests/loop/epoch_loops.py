@@ -4,8 +4,9 @@ A process of its own, with one thread, so that it may fork: a launch costs no im
 
 Usage: epoch_loops.py FOLDER CELLS
 
-CELLS is a list of cells in JSON. The output is a line of JSON for each cell: its differences from
-the undisturbed training.
+CELLS is a list of cells in JSON. The output is a line of JSON for each cell: the differences from
+the undisturbed training, and the resumes by their place: within the first epoch ("epoch 0"), at
+the end of an epoch ("end"), within a later epoch ("epoch 1").
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from ckptfmt.store.memory import MemoryStore
 SAMPLES = 22
 BATCH = 4
 EPOCHS = 3
-#: A save every two steps; an epoch has six, the last with two samples.
+#: A save every two steps.
 EVERY = 2
-#: Steps at which a disturbed training ends: within the first epoch, after the save at its end,
-#: within the second.
-ENDS = (3, 6, 10)
+#: Steps of an epoch: six, the last with two samples, unless the loader makes other batches.
+EPOCH_STEPS = {"own sampler": 5, "own batches": 8}
+#: Number of batches that two worker processes fetch ahead at most, and the batch under way.
+AHEAD = 5
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -85,6 +87,27 @@ class OwnBatches(torch.utils.data.Sampler[list[int]]):
             count = 2 + at % 3
             yield order[at : at + count]
             at += count
+
+
+def ends_of(cell: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the steps at which a disturbed training ends.
+
+    The training resumes from a save within the first epoch, from a save at the end of an epoch and
+    from a save within a later epoch. A killed training ends in the step behind the save. A stopped
+    training saves at the step itself, or two processes at the step behind, when each process knows
+    of the signal.
+    """
+    steps = epoch_steps(cell)
+    if cell["how"] == "stopped":
+        behind = cell["processes"] - 1
+        return 3 - behind, steps - behind, steps + 4 - behind
+    end = steps if steps % EVERY == 0 else 2 * steps  # the first end of an epoch with a save
+    places = sorted((EVERY, end, end - 4 if end > steps else end + 4))
+    return places[0] + 1, places[1] + 1, places[2] + 1
+
+
+def epoch_steps(cell: dict[str, Any]) -> int:
+    return EPOCH_STEPS.get(cell["kind"], 6)
 
 
 def make_loader(kind: str, workers: str, reads: Path, writer: tuple[int, int]) -> Any:
@@ -256,33 +279,69 @@ def judge(cell: dict[str, Any], calm: Path, folder: Path, statuses: list[int]) -
     """Return the differences of a disturbed training from the undisturbed one."""
     found = []
     killed = [-signal.SIGKILL if cell["how"] == "killed" else 0] * cell["processes"]
-    wanted = [status for _ in ENDS for status in killed] + [0] * cell["processes"]
+    launches = len(ends_of(cell)) + 1
+    wanted = killed * (launches - 1) + [0] * cell["processes"]
     if statuses != wanted:
         logs = "".join(path.read_text()[-1500:] for path in sorted(folder.glob("log-*")))
         return [f"ended with {statuses}: {logs}"]
     for rank in range(cell["processes"]):
         right = {row[0]: row for row in rows_of(calm, 1, rank)}
         done: list[int] = []
-        for launch in range(1, len(ENDS) + 2):
+        for launch in range(1, launches + 1):
             rows = rows_of(folder, launch, rank)
             found += [f"launch {launch}: {row} for {right.get(row[0])}" for row in rows
                       if row != right.get(row[0])]  # fmt: skip
             done += [row[0] for row in rows]
-            claim = (folder / f"claim-{launch}-{rank}").read_text() if launch > len(ENDS) else ""
-            if claim and not claim.startswith("T1 "):
+            found += [
+                f"launch {launch}: {line}" for line in misread(cell, folder, launch, rank, right)
+            ]
+            closed = cell["how"] == "stopped" or launch == launches
+            claim = (folder / f"claim-{launch}-{rank}").read_text() if closed else ""
+            if launch > 1 and closed and not claim.startswith("T1 "):
                 found.append(f"launch {launch}: {claim}")
         if sorted(set(done)) != sorted(right):
             found.append(f"steps {sorted(set(done))}")
         if cell["how"] == "stopped" and len(done) != len(right):
             found.append(f"steps done again: {done}")
-        last = len(ENDS) + 1
-        reads = collections.Counter(map(int, (folder / f"reads-{last}-{rank}").read_text().split()))
-        trained = collections.Counter(
-            number for row in rows_of(folder, last, rank) for number in row[2]
-        )
-        if reads != trained:
-            found.append(f"read and not trained: {dict(reads - trained)}")
     return found
+
+
+def misread(
+    cell: dict[str, Any], folder: Path, launch: int, rank: int, right: dict[int, list[Any]]
+) -> list[str]:
+    """Return what a launch read besides the samples that the launch trained.
+
+    Worker processes read ahead: within the epoch, the batches behind the last trained one.
+    """
+    rows = rows_of(folder, launch, rank)
+    reads = collections.Counter(map(int, (folder / f"reads-{launch}-{rank}").read_text().split()))
+    trained = samples_of(rows)
+    allowed = collections.Counter(trained)
+    last = rows[-1]
+    if cell["workers"] != "0":
+        ahead = [right[step] for step in range(last[0] + 1, last[0] + 1 + AHEAD) if step in right]
+        allowed += samples_of([row for row in ahead if row[1] == last[1]])
+    found = []
+    if reads - allowed:
+        found.append(f"read and not trained: {dict(reads - allowed)}")
+    if trained - reads:
+        found.append(f"trained and not read: {dict(trained - reads)}")
+    return found
+
+
+def samples_of(rows: list[list[Any]]) -> collections.Counter[int]:
+    return collections.Counter(number for row in rows for number in row[2])
+
+
+def resumes_of(cell: dict[str, Any], folder: Path) -> dict[str, int]:
+    """Return the number of resumes from each kind of place."""
+    places: collections.Counter[str] = collections.Counter()
+    for launch in range(2, len(ends_of(cell)) + 2):
+        for rank in range(cell["processes"]):
+            begin = rows_of(folder, launch, rank)[0][0]
+            epoch, taken = divmod(begin, epoch_steps(cell))
+            places[f"epoch {min(epoch, 1)}" if taken else "end"] += 1
+    return dict(places)
 
 
 def warm_up() -> None:
@@ -308,14 +367,14 @@ def main(folder: Path, cells: list[dict[str, Any]]) -> None:
             calm_runs[key].mkdir(parents=True)
             statuses = play(cell, calm_runs[key], (None,))
             if any(statuses):
-                sys.stdout.write(
-                    json.dumps([cell, [(calm_runs[key] / "log-1-0").read_text()[-2000:]]]) + "\n"
-                )
+                log = (calm_runs[key] / "log-1-0").read_text()[-2000:]
+                sys.stdout.write(json.dumps([cell, [log], {}]) + "\n")
                 continue
         here = folder / f"disturbed-{number}"
         here.mkdir()
-        found = judge(cell, calm_runs[key], here, play(cell, here, (*ENDS, None)))
-        sys.stdout.write(json.dumps([cell, found]) + "\n")
+        found = judge(cell, calm_runs[key], here, play(cell, here, (*ends_of(cell), None)))
+        resumes = {} if found else resumes_of(cell, here)
+        sys.stdout.write(json.dumps([cell, found, resumes]) + "\n")
         sys.stdout.flush()
         if not found:
             shutil.rmtree(here)

@@ -18,6 +18,7 @@ import ckptfmt
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store.memory import MemoryStore
 from tests.house.sources import ROOT
+from tests.loop.epoch_loops import misread
 
 AXES: dict[str, tuple[Any, ...]] = {
     "kind": (
@@ -58,7 +59,11 @@ def pairwise() -> list[dict[str, Any]]:
 
 
 def play(folder: Path, cells: list[dict[str, Any]]) -> list[Any]:
-    """Return each cell that differs from its undisturbed training, with the differences."""
+    """Return each cell that differs from its undisturbed training, with the differences.
+
+    Each cell has a resume within the first epoch, within a later epoch and at the end of an epoch;
+    the clock decides at which step two processes hear of a signal.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.loop.epoch_loops", folder, json.dumps(cells)],
         cwd=ROOT,
@@ -69,7 +74,11 @@ def play(folder: Path, cells: list[dict[str, Any]]) -> list[Any]:
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert (len(lines), done.returncode) == (len(cells), 0), done.stderr[-3000:]
-    return [line for line in lines if line[1]]
+    places = {"epoch 0", "epoch 1", "end"}
+    for cell, found, resumes in lines:
+        if not found and (cell["how"], cell["processes"]) != ("stopped", 2):
+            assert resumes.keys() == places, cell
+    return [line[:2] for line in lines if line[1]]
 
 
 @pytest.mark.slow
@@ -86,6 +95,30 @@ def test_all_loaders_loops_and_ends_go_on_as_if_nothing_had_been(tmp_path: Path,
     # The steps of an epoch of this loader aren't those of the others.
     cells = [cell for cell in cells if (kind, cell["loop"]) != ("own sampler", "steps")]
     assert play(tmp_path, cells) == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "reads", "found"),
+    [
+        ("0", [5, 6], []),
+        ("0", [1, 5, 6], ["read and not trained: {1: 1}"]),
+        ("0", [5, 6, 7], ["read and not trained: {7: 1}"]),
+        ("2", [6, 5, 7], []),
+        ("2", [1, 5, 6], ["read and not trained: {1: 1}"]),
+        ("2", [5, 6, 9], ["read and not trained: {9: 1}"]),
+        ("persistent", [5], ["trained and not read: {6: 1}"]),
+    ],
+)
+def test_a_sample_that_is_read_and_not_trained_is_seen(
+    tmp_path: Path, workers: str, reads: list[int], found: list[str]
+) -> None:
+    """Worker processes may read ahead within the epoch, and no skipped sample."""
+    right = {step: [step, step // 4, samples, "", ""]
+             for step, samples in enumerate([[0], [1, 2], [5, 6], [7, 8], [9]])}  # fmt: skip
+    (tmp_path / "journal-2-0").write_text(json.dumps(right[2]) + "\n")
+    (tmp_path / "reads-2-0").write_text("".join(f"{number}\n" for number in reads))
+    cell = {"kind": "shuffle", "workers": workers}
+    assert misread(cell, tmp_path, 2, 0, right) == found
 
 
 def test_a_resume_that_begins_the_data_anew_is_seen() -> None:
