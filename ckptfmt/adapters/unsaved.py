@@ -39,6 +39,9 @@ class Unheld:
 
     def __init__(self) -> None:
         self._watch: Any = None
+        #: The progress of the optimizers when an epoch's first batch was taken.
+        self._progress: Any = None
+        self._is_ahead = False
         self._found: list[Unsaved] = []
 
     def follow(self, state: State, live: Live) -> None:
@@ -51,6 +54,17 @@ class Unheld:
             self._watch = side.StepWatch(optimizers)
         else:
             self._watch.follow(optimizers)
+
+    def begin_epoch(self) -> None:
+        """Record that the loop takes the first batch of an epoch."""
+        watch = self._watch
+        self._progress = watch.progress() if watch is not None and watch.has_optimizers else None
+
+    def end_first_batch(self) -> None:
+        """Record that the loop asks for the second batch of an epoch."""
+        if self._progress is not None and self._watch is not None:
+            self._is_ahead |= not self._watch.has_trained(self._progress)
+        self._progress = None
 
     def find(
         self, state: State, live: Live, *, looks_around: bool, saves: bool = True
@@ -91,6 +105,7 @@ class Unheld:
             strangers = self._watch.list_strangers(parameters)
             found += [_of_optimizer(one) for one in strangers if not is_copied(one)]
             found += [PENDING] if saves and self._watch.has_pending_gradients() else []
+            found += [AHEAD] if self._is_ahead else []
         return list(dict.fromkeys((*found, *doubts)))
 
     def close(self) -> None:
@@ -121,6 +136,15 @@ PENDING: Final = Unsaved(
     "gradients that the next optimizer.step() uses were there at the save, and gradients aren't"
     " saved: save where the"
     " next backward() begins with zero_grad(), not within an accumulation",
+)
+
+
+#: The report of a loop that takes a batch before the training on the batch before.
+AHEAD: Final = Unsaved(
+    "LOADER_AHEAD",
+    "the loop asked for the second batch of an epoch before an optimizer's step or a backward pass:"
+    " a wrapper around the DataLoader takes batches ahead, and each step is counted one batch too"
+    " early. Give epochs() a loop over the DataLoader itself; num_workers= loads ahead as well",
 )
 
 

@@ -221,7 +221,7 @@ class Saves:
         self._devices: Any = None if side is None else side.Devices(self._report)
         self._has_device_tensors = False
         self._fillings = Fillings()
-        self._unheld = Unheld()
+        self.unheld = Unheld()
         self._has_looked = False
         self.unsaved: list[str] = []
         self._trainers_here = 1
@@ -286,7 +286,7 @@ class Saves:
         """
 
         def find_unsaved(live: Live) -> list[str]:
-            self._unheld.follow(state, live)
+            self.unheld.follow(state, live)
             self.unsaved = self._find_unsaved(state, live, saves=False)
             return self.unsaved
 
@@ -312,7 +312,7 @@ class Saves:
         # may make its schedulers as late as that.
         looks_around = not (self._begun_count if saves else self._has_looked)
         self._has_looked = True
-        found = self._unheld.find(state, live, looks_around=looks_around, saves=saves)
+        found = self.unheld.find(state, live, looks_around=looks_around, saves=saves)
         texts = []
         for unsaved in found:
             self._report(f"{unsaved}; a resume claims no T1")
@@ -738,7 +738,7 @@ class Saves:
         """
         end_s = time.monotonic() + deadline_s
         brought_home = None
-        self._unheld.close()
+        self.unheld.close()
         try:
             self._close_background(deadline_s, quietly=quietly)
             if not quietly:

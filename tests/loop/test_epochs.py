@@ -344,3 +344,46 @@ def test_the_numbers_of_an_iterator_are_no_change_behind_a_save(
                 model(batch)
     told = "the RNG stream torch.cpu was drawn from between the save of step 3 and the next step"
     assert [report[: len(told)] for report in checkpointer.reports] == [told] * (before is not int)
+
+
+def one_batch_ahead(loader: Any) -> Any:
+    """Yield each batch after the next batch was taken, as a prefetcher does."""
+    batches = iter(loader)
+    waiting = next(batches)
+    for batch in batches:
+        yield waiting
+        waiting = batch
+    yield waiting
+
+
+def through_epochs(run: Path, loop: Any, *, skips: bool = False, accumulates: int = 1) -> Any:
+    """Train two epochs of six batches; return the Checkpointer."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data: Any = torch.arange(12.0)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=loader, config={})
+    with ckptfmt.Checkpointer(
+        run, state, every=1, saving=ckptfmt.Saving(saver="inline")
+    ) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for number, batch in enumerate(loop(loader)):
+                model(batch[:, None]).sum().backward()
+                if (number + 1) % accumulates == 0 and not (skips and number == 0):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return checkpointer
+
+
+def test_a_wrapper_that_takes_batches_ahead_is_reported_and_claims_no_t1(tmp_path: Path) -> None:
+    checkpointer = through_epochs(tmp_path, one_batch_ahead)
+    assert any(report.startswith("LOADER_AHEAD: ") for report in checkpointer.reports)
+    lowered = ckptfmt.load(tmp_path, ckptfmt.State(config={}), allow=("unexpected",)).lowered_by
+    assert any("takes batches ahead" in reason for reason in lowered)
+
+
+@pytest.mark.parametrize("options", [{}, {"skips": True}, {"accumulates": 3}])
+def test_a_loop_without_look_ahead_is_not_reported(tmp_path: Path, options: Any) -> None:
+    checkpointer = through_epochs(tmp_path, iter, **options)
+    assert not any(report.startswith("LOADER_AHEAD") for report in checkpointer.reports)

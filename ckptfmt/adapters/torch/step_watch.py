@@ -81,6 +81,11 @@ class StepWatch:
         #: Removes the hook, when called or when the watch is garbage-collected.
         self.close = weakref.finalize(self, watch_updates(note))
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether the State has optimizers."""
+        return bool(self._own)
+
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace the set of the State's optimizers."""
         self._own = weakref.WeakSet(optimizers)
@@ -118,6 +123,23 @@ class StepWatch:
         self._left_by_itself = {
             place: mark for place, mark in self._left_by_itself.items() if place[0] != id(optimizer)
         } | marks
+
+    def progress(self) -> tuple[int, dict[_Place, _Mark]]:
+        """Return the number of the optimizers' steps, and the marks of their gradients."""
+        return self._step_count, dict(mark for one in self._own for mark in self._marks(one))
+
+    def has_trained(self, since: tuple[int, dict[_Place, _Mark]]) -> bool:
+        """Return whether an optimizer made a step, or a gradient was computed or cleared.
+
+        Args:
+            since: an earlier result of `progress`.
+        """
+        count, marks = self.progress()
+        return (
+            count != since[0]
+            or marks.keys() != since[1].keys()
+            or not all(_is_same(since[1][place], mark) for place, mark in marks.items())
+        )
 
     def has_pending_gradients(self) -> bool:
         """Return whether gradients exist that a future step uses."""
