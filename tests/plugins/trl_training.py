@@ -126,6 +126,7 @@ def _make_model(directory: Path) -> Qwen2ForCausalLM:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
         tokens = {"vocab_size": _WORDS, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
         config = Qwen2Config(attention_dropout=0.1, **sizes, **heads, **tokens)
+        config.architectures = [Qwen2ForCausalLM.__name__]  # the class of the reference model
         config.save_pretrained(place)  # only process 0 saves a model
         weights = Qwen2ForCausalLM(config).state_dict()
         save_file(weights, place / "model.safetensors", {"format": "pt"})
