@@ -12,6 +12,7 @@ the end of an epoch ("end"), within a later epoch ("epoch 1").
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -256,6 +257,7 @@ def play(cell: dict[str, Any], folder: Path, ends: tuple[int | None, ...]) -> li
             pid = os.fork()
             if not pid:
                 status = 1
+                os.setpgid(0, 0)
                 try:
                     with (folder / f"log-{number}-{rank}").open("w") as log:
                         os.dup2(log.fileno(), 2)
@@ -266,7 +268,11 @@ def play(cell: dict[str, Any], folder: Path, ends: tuple[int | None, ...]) -> li
                 finally:
                     os._exit(status)
             pids.append(pid)
-        statuses += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        for pid in pids:
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            # A worker process of torch that begins after the death of its loader's process stays.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
     return statuses
 
 
