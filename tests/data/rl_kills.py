@@ -29,8 +29,10 @@ _SLOW = [
     "ckptfmt.adapters.torch",
     "ckptfmt.saving.background",
 ]
-#: Longest time that a training may take to begin, or to end.
+#: Longest time that a training may take to begin.
 _WAIT_S = 240.0
+#: Longest time that the last training may take: it trains on all prompts that are left.
+_END_S = 4 * 3600.0
 
 
 def script_of_the_page(*, inline: bool = True) -> str:
@@ -77,7 +79,8 @@ def train(
         process.start()
         try:
             if killed == kills:
-                process.join(_WAIT_S)
+                process.join(_END_S)
+                assert not process.is_alive(), f"the last training isn't over after {_END_S:.0f} s"
             else:
                 waits_for_save = chance.random() < 0.8
                 deadline_s = time.monotonic() + _WAIT_S
