@@ -33,6 +33,7 @@ include_patterns = [
     "conformance/vectors/README.md",
     "benchmarks/README.md",
     "tests/plugins/DCP.md",
+    "tests/plugins/ORBAX.md",
 ]
 exclude_patterns = [".*", "out", "build", "dist", "runs", "ckptfmt", "**/__pycache__"]
 

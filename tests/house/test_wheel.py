@@ -60,6 +60,11 @@ def alone(wheel, tmp_path_factory):
     return environment
 
 
+def links_to(built):
+    """The options of pip that find the built distributions."""
+    return [word for _, wheel in built.values() for word in ("--find-links", wheel.parent)]
+
+
 def metadata_of(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
@@ -167,7 +172,7 @@ def test_the_extra_brings_the_tools_and_they_work_without_torch_and_without_the_
     built, tmp_path
 ):
     environment = Environment(tmp_path, required_by(built["ckptfmt"][1]))
-    environment.install("--find-links", built["ckptfmt"][1].parent, "ckptfmt[tools]")
+    environment.install(*links_to(built), "ckptfmt[tools]")
     program = environment.bin / "ckptfmt"
 
     run(environment.python, "-c", SAVE, cwd=tmp_path)
@@ -179,7 +184,7 @@ def test_the_extra_brings_the_tools_and_they_work_without_torch_and_without_the_
 
 def test_the_extra_brings_the_suite_and_its_cases_run(built, tmp_path):
     environment = Environment(tmp_path, required_by(built["ckptfmt"][1]))
-    environment.install("--find-links", built["ckptfmt"][1].parent, "ckptfmt[conformance]")
+    environment.install(*links_to(built), "ckptfmt[conformance]")
     arguments = [
         "run",
         "--adapter",
