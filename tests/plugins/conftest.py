@@ -1,5 +1,6 @@
 """What all tests of plug-ins hold: a witness refutes no trajectory but those that a test names."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,3 +17,12 @@ def may_be_refuted(tmp_path: Path) -> Iterator[set[Path]]:
     yield named
     runs = {path.parents[1] for path in tmp_path.rglob("witness/*.json")}
     assert {run for run in runs if verdict(run)[0] == "refuted"} <= named
+
+
+@pytest.fixture(autouse=True)
+def _forget_compilers() -> Iterator[None]:
+    """Let no later test of the process find a compiler that a test used, which lowers claims."""
+    yield
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if getattr(frames, "cached_backends", None):
+        sys.modules["torch._dynamo"].reset()
