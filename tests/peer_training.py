@@ -167,13 +167,15 @@ def stop_a_partner(training: Training) -> None:
     home = pathlib.Path(training.options["home"])
     if training.rank == 0:
         home.rename(home.with_name("away"))
-        right = Replicas.replicate
+    # Process 0 offers its replica to a process that is stopped, which offers its own once it goes on.
+    right = Replicas.replicate
+    moment = ("stopped", "lost-0")[training.rank]
 
-        def replicate(self: Replicas, *arguments: Any) -> None:
-            wait_for(lambda: training.is_told("stopped"))
-            right(self, *arguments)
+    def replicate(self: Replicas, *arguments: Any) -> None:
+        wait_for(lambda: training.is_told(moment))
+        right(self, *arguments)
 
-        mock.patch.object(Replicas, "replicate", replicate).start()
+    mock.patch.object(Replicas, "replicate", replicate).start()
     dist.barrier()
     handle = training.step()
     handle.wait("WRITTEN", timeout_s=WAIT_S)
@@ -181,7 +183,11 @@ def stop_a_partner(training: Training) -> None:
     if training.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        wait_for(lambda: any("PEER_LOST" in sentence for sentence in training.checkpointer.reports))
+        wait_for(
+            lambda: any(
+                "takes no replicas" in sentence for sentence in training.checkpointer.reports
+            )
+        )
         training.tell("lost", training.checkpointer.reports)
         home.with_name("away").rename(home)
     handle.wait(timeout_s=WAIT_S)

@@ -773,7 +773,7 @@ def test_a_run_goes_on_from_what_a_lost_node_had_replicated(
 def test_a_partner_that_is_stopped_or_killed_costs_no_save(tmp_path: pathlib.Path) -> None:
     """It costs the replicas, which the reports say; and the end of the others doesn't wait for it."""
     running = train(
-        "stop_a_partner", tmp_path / "run", name="one", nodes="ab", peers=1, deadline_s=60
+        "stop_a_partner", tmp_path / "run", name="one", nodes="ab", peers=1, deadline_s=30
     )
     assert running.codes == [0, -signal.SIGKILL]
     reports = running.told("reports", 0)
