@@ -6,6 +6,7 @@ disturbed.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -233,9 +234,28 @@ def _run_script(command: list[str], variables: dict[str, str], output: str) -> N
     os.environ.update(variables)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
+        _keep_reducers(sys.modules["torch"])
     sys.path[:0] = [str(Path(__file__).parents[2])]
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _keep_reducers(torch: Any) -> None:
+    """Keep each DistributedDataParallel until the process ends, which it does without destructors.
+
+    The destructor of DDP's reducer waits, with the interpreter's lock, for a thread of gloo that may
+    wait for the lock: in few of many trainings on two processes one never ended.
+    """
+    kept: list[Any] = []
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    begin = wrapper.__init__
+
+    @functools.wraps(begin)
+    def begin_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        kept.append(self)
+
+    wrapper.__init__ = begin_and_keep
 
 
 def _wait(ranks: list[Any], timeout_s: float, *, is_killed: bool) -> None:
