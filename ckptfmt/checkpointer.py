@@ -222,8 +222,6 @@ class Checkpointer:
         self._is_whole = False
         self._has_begun = False
         self._is_prepared = False
-        #: Whether the loop of `epochs` hasn't asked for the second batch of its epoch.
-        self._is_new_epoch = False
         self.stopped = False
 
     @property
@@ -543,8 +541,7 @@ class Checkpointer:
         if position.epoch >= total:
             self._talk.say("nothing is left to do: %d of %d epochs are done", position.epoch, total)
         position.before_batch = functools.partial(self._before_batch, position)
-        position.after_batch = self._after_batch
-        self._is_new_epoch = True
+        position.after_batch = self._count.begin_body
         position.before_epoch = self._before_epoch
         try:
             while position.epoch < total and not self.stopped:
@@ -594,9 +591,7 @@ class Checkpointer:
     def _before_batch(self, position: Any) -> bool:
         """End the step of the previous batch; return whether the loop gets another batch."""
         if self._count.is_under_way:
-            if self._is_new_epoch:
-                self._saves.unheld.end_first_batch()
-                self._is_new_epoch = False
+            self._saves.unheld.end_batch()
             if position.is_at_end:
                 return True  # the rest of the epoch belongs to the last batch's step
             self._end_batch(is_last=False)
@@ -605,13 +600,8 @@ class Checkpointer:
         self._witness.begin_step(self.step, self._count.state)
         return True
 
-    def _after_batch(self) -> None:
-        if self._is_new_epoch:
-            self._saves.unheld.begin_epoch()
-        self._count.begin_body()
-
     def _before_epoch(self) -> None:
-        self._is_new_epoch = True
+        self._saves.unheld.begin_epoch()
         self._witness.begin_epoch(self.step, self._count.state)
 
     def _end_batch(self, *, is_last: bool) -> None:

@@ -86,7 +86,8 @@ def capture(
     if look is not None:
         doubts += tuple(look(live.units, leaves, tensors))
     sides = find_sides()  # the code of a value may have imported a library
-    if positions := [unit.value for unit in live.units if unit.field == "data"]:
+    positions = [unit.value for unit in live.units if unit.field == "data"]
+    if worker == 0 and positions:  # worker 0 saves the doubts
         doubts += tuple(find_losses(positions))
     leaves += _context_leaves(state, live, sides, lacking, worker=worker, doubts=doubts)
     aliases = [

@@ -39,7 +39,7 @@ class Unheld:
 
     def __init__(self) -> None:
         self._watch: Any = None
-        #: The progress of the optimizers when an epoch's first batch was taken.
+        #: The progress of the optimizers at the begin of an epoch, until its first batch ends.
         self._progress: Any = None
         self._is_ahead = False
         self._found: list[Unsaved] = []
@@ -56,12 +56,12 @@ class Unheld:
             self._watch.follow(optimizers)
 
     def begin_epoch(self) -> None:
-        """Record that the loop takes the first batch of an epoch."""
+        """Record that the loop begins an epoch."""
         watch = self._watch
         self._progress = watch.progress() if watch is not None and watch.has_optimizers else None
 
-    def end_first_batch(self) -> None:
-        """Record that the loop asks for the second batch of an epoch."""
+    def end_batch(self) -> None:
+        """Record that the loop asks for another batch. Only the first call in an epoch matters."""
         if self._progress is not None and self._watch is not None:
             self._is_ahead |= not self._watch.has_trained(self._progress)
         self._progress = None

@@ -254,9 +254,12 @@ class Witness:
         saved = self._saved
         last = self._last
         self._saved = self._last = None
+        if step not in {end.step for end in (saved, last) if end is not None}:
+            return
+        now = self._look(step, state)
         if saved is not None and saved.step == step:
-            self._compare_saved(saved, self._look(step, state))
-        if last is not None and last.step == step and last != self._look(step, state):
+            self._compare_saved(saved, now)
+        if last is not None and last.step == step and last != now:
             self.changes.append(step)
 
     def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:
