@@ -229,15 +229,20 @@ def _run_script(command: list[str], variables: dict[str, str], output: str) -> N
     with Path(output).open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
     os.environ.clear()
-    os.environ.update(variables)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
-        _keep_reducers(sys.modules["torch"])
+    settle(variables)
     sys.path[:0] = [str(Path(__file__).parents[2])]
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
+
+
+def settle(variables: Mapping[str, str]) -> None:
+    """Let a fork of a server be as a process of its own, with some more variables."""
+    os.environ.update(variables)
+    multiprocessing.set_start_method("fork", force=True)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
+        _keep_reducers(sys.modules["torch"])
 
 
 def _keep_reducers(torch: Any) -> None:

@@ -1,6 +1,5 @@
 """A training with `CkptfmtTrainer` that notes each step: for test_transformers.py, in its process or in another."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from ckptfmt.plugins.transformers import CkptfmtTrainer
-from tests.plugins.trainings import Journal, rng_digest
+from tests.plugins.trainings import Journal, rng_digest, settle
 
 LAST_STEP = 42
 
@@ -227,9 +226,7 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
 
 def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     """Train as told, in a process of its own."""
-    os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
-    torch.set_num_threads(1)
+    settle(env)
     kind = {kind.__name__: kind for kind in (Watched, Sharded, Curriculum, WithoutStreams)}[
         told.pop("kind", "Watched")
     ]

@@ -1,7 +1,6 @@
 """Trainings with trainers of TRL that note each step: for test_trl.py, in processes of their own."""
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from trl import (
 
 import ckptfmt
 from ckptfmt.plugins.transformers import CkptfmtTrainer
-from tests.plugins.trainings import Journal, rng_digest
+from tests.plugins.trainings import Journal, rng_digest, settle
 
 #: Number of words in the vocabulary, and of prompts in an epoch.
 _WORDS = 32
@@ -199,9 +198,7 @@ def make_trainer(
 
 def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     """Train in a process of its own, and write the claim of the resume and the log."""
-    os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
-    torch.set_num_threads(1)
+    settle(env)
     trainer = make_trainer(directory, **told)
     trainer.train(resume_from_checkpoint=True)
     if trainer.is_world_process_zero():
