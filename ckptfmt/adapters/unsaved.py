@@ -39,7 +39,7 @@ class Unheld:
 
     def __init__(self) -> None:
         self._watch: Any = None
-        #: The progress of the optimizers at the begin of an epoch, until its first batch ends.
+        #: The progress of the optimizers at the begin of an epoch, until the first batch ends.
         self._progress: Any = None
         self._is_ahead = False
         self._found: list[Unsaved] = []
