@@ -435,6 +435,8 @@ TRAININGS: Final = {
 
 
 def _main(name: str, how: str, directory: str, nbytes: str) -> None:
+    import tests.plugins.vision  # noqa: F401, PLC0415 - before a framework imports torchvision
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
     clock = _Clock()

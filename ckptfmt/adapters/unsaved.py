@@ -1,8 +1,9 @@
-"""Detect training state outside the State: other optimizers, schedulers, pending gradients."""
+"""Detect training state outside the State: optimizers, schedulers, pending gradients, loaders."""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ class Unsaved:
 
 
 class Unheld:
-    """A detector of training state outside a State: optimizers, schedulers, pending gradients.
+    """A detector of training state outside a State, such as other optimizers and schedulers.
 
     The detector observes all optimizers of the process from its construction until `close`.
     """
@@ -43,6 +44,11 @@ class Unheld:
         self._progress: Any = None
         self._is_ahead = False
         self._found: list[Unsaved] = []
+        #: Loaders outside the State with persistent worker processes.
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: The loaders with workers at the first search, before the RNG streams are restored: a
+        #: resume starts the workers at the same point.
+        self._early: weakref.WeakSet[Any] | None = None
 
     def follow(self, state: State, live: Live) -> None:
         """Start observing the steps of a state's optimizers."""
@@ -96,9 +102,14 @@ class Unheld:
             )
 
         if looks_around:
-            unheld = [value for value in side.list_unheld(values) if not is_copied(value)]
-            self._found = [_of_holder(side, value) for value in unheld]
+            helpers, loaders = side.list_unheld(values)
+            self._found = [_of_holder(side, value) for value in helpers if not is_copied(value)]
+            self._loaders = weakref.WeakSet(loaders)
+            if self._early is None:
+                self._early = weakref.WeakSet(self._begun_loaders())
         found = list(self._found)
+        early = self._early or ()
+        found += [_of_loader(loader) for loader in self._begun_loaders() if loader not in early]
         if self._watch is not None:
             self._watch.follow(side.list_optimizers(values))
             parameters = (tensor for value in values for tensor in side.list_parameters(value))
@@ -107,6 +118,10 @@ class Unheld:
             found += [PENDING] if saves and self._watch.has_pending_gradients() else []
             found += [AHEAD] if self._is_ahead else []
         return list(dict.fromkeys((*found, *doubts)))
+
+    def _begun_loaders(self) -> list[Any]:
+        """Return the found loaders with running worker processes."""
+        return [one for one in self._loaders if one._iterator is not None]  # noqa: SLF001 - torch's
 
     def close(self) -> None:
         """Stop observing optimizers."""
@@ -163,6 +178,17 @@ def _of_holder(side: Any, value: object) -> Unsaved:
         " the object itself"
     )
     return Unsaved("SCHEDULER_NOT_SAVED", text)
+
+
+def _of_loader(loader: Any) -> Unsaved:
+    text = (
+        f"a {type(loader).__qualname__} outside the State (num_workers={loader.num_workers},"
+        " persistent_workers=True) has drawn the seed of its worker processes from the program's"
+        " random numbers, once in this launch, and a resume draws the seed again: give the loader"
+        " generator=torch.Generator(), or persistent_workers=False if its data set draws random"
+        " numbers"
+    )
+    return Unsaved("PERSISTENT_WORKERS", text)
 
 
 def _of_optimizer(optimizer: Any) -> Unsaved:

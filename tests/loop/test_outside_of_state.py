@@ -274,6 +274,71 @@ def test_a_state_that_has_everything_claims_t1_and_is_told_nothing(
     assert first + rest == undisturbed
 
 
+class Evaluation:
+    """An evaluation in each step, by a loader that no State holds."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __call__(self, this: Any) -> None:
+        loader: Any = torch.utils.data.DataLoader(BATCHES[:8], 4, num_workers=1, **self.options)
+        this.model = nn.Sequential(this.model, nn.Dropout(0.5))
+        this.given["weights"] = this.model
+        this.after.append(lambda _: [self.evaluate(this.model, batch) for batch in loader])
+
+    @staticmethod
+    @torch.no_grad()
+    def evaluate(model: nn.Module, batch: torch.Tensor) -> None:
+        model.eval()(batch)
+        model.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "claim"),
+    [
+        ({"persistent_workers": True}, "S1"),
+        ({"persistent_workers": True, "generator": torch.Generator()}, "T1"),
+        ({}, "T1"),
+    ],
+    ids=["persistent", "own generator", "new workers"],
+)
+def test_worker_processes_that_outlive_an_evaluation_lower_the_claim(
+    tmp_path: Path, options: dict[str, Any], claim: str
+) -> None:
+    """Their seed is drawn from the stream of the training once in each launch, as the losses show."""
+    undisturbed, _, _ = trajectory(tmp_path / "whole", Evaluation(**options), steps=8)
+    first, _, reports = trajectory(tmp_path / "r", Evaluation(**options), steps=4)
+    is_told = any(report.startswith("PERSISTENT_WORKERS") for report in reports)
+    assert is_told is (claim == "S1"), reports
+    rest, report, _ = trajectory(tmp_path / "r", Evaluation(**options), steps=8)
+    assert report is not None
+    assert report.claim == claim, report.lowered_by
+    assert (first + rest == undisturbed) is (claim == "T1")
+
+
+@pytest.mark.parametrize("kind", ["followed", "sampler"])
+def test_worker_processes_of_the_training_itself_may_live_on(tmp_path: Path, kind: str) -> None:
+    sampler = ckptfmt.Sampler(400, global_batch=4, seed=0)
+    options: dict[str, Any] = (
+        {"batch_size": 4} if kind == "followed" else {"batch_sampler": sampler}
+    )
+    loader: Any = torch.utils.data.DataLoader(
+        BATCHES,  # type: ignore[arg-type]
+        num_workers=1,
+        persistent_workers=True,
+        **options,
+    )
+    data = loader if kind == "followed" else sampler
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=data, config={})
+    with ckptfmt.Checkpointer(tmp_path, state, every=1, saver="inline") as checkpointer:
+        batches = iter(loader)
+        for _ in checkpointer.steps(3):
+            next(batches)
+    assert not [report for report in checkpointer.reports if "PERSISTENT" in report]
+
+
 # --- generators -----------------------------------------------------------------------------------
 
 

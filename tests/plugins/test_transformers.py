@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import ckptfmt
 from ckptfmt.__main__ import main as ckptfmt_main
 from ckptfmt.errors import CkptError
 from ckptfmt.plugins.transformers import CkptfmtTrainer
-from tests.plugins.trainings import compare, digest, verdict
+from tests.plugins.trainings import compare, digest, run_ranks, verdict
 from tests.plugins.transformers_training import (
     LAST_STEP,
     OfTransformers,
@@ -75,29 +74,10 @@ FORKS.set_forkserver_preload(
 
 
 def train(directory, *, kill_at=None, processes=1, exitcode=0, **told):
-    """Train in processes of their own; process 0 ends, or is killed behind a step, and then the others are, too."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {} if kill_at is None else {"KILL_AT_STEP": str(kill_at)}
-    if processes > 1:
-        env |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
-    try:
-        for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            ranks.append(FORKS.Process(target=main, args=(directory, env | own, told)))
-            ranks[-1].start()
-        ranks[0].join(200)
-        for process in ranks[1:]:
-            process.join(30 if exitcode == 0 and kill_at is None else 0)
-        codes = [process.exitcode for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    assert codes[0] == (-signal.SIGKILL if kill_at is not None else exitcode), codes
-    assert kill_at is not None or not any(codes[1:]), codes
+    """Train in processes of their own, to the end or until a kill behind a step."""
+    run_ranks(
+        FORKS, main, directory, told, processes=processes, kill_at=kill_at, exitcode=exitcode
+    )
 
 
 def weights_of(model):

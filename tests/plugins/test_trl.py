@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import shutil
-import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from tests.plugins.trainings import compare
+from tests.plugins.trainings import compare, run_ranks
 
 LAST_STEP = 12
 
@@ -30,33 +28,11 @@ FORKS.set_forkserver_preload(
 
 def train(directory: Path, *, kill_at: int | None = None, processes: int = 1, **told: Any) -> None:
     """Train in processes of their own, to the end or until a kill behind a step."""
-    # Imported by the server of forks. Without the variable TRL reports its use.
-    env = {"HF_HUB_OFFLINE": "1", "CI": "1"}
-    if kill_at is not None:
-        env["KILL_AT_STEP"] = str(kill_at)
-    if processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     directory.mkdir(exist_ok=True)
     told = {"max_steps": LAST_STEP, **told}
-    ranks = []
-    try:
-        for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            ranks.append(FORKS.Process(target=_main, args=(directory, env | own, told)))
-            ranks[-1].start()
-        ranks[0].join(200)
-        for process in ranks[1:]:
-            process.join(30 if kill_at is None else 0)
-        codes = [process.exitcode for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    assert codes[0] == (0 if kill_at is None else -signal.SIGKILL), codes
-    assert kill_at is not None or not any(codes), codes
+    # Imported by the server of forks. Without the variable TRL reports its use.
+    offline = {"HF_HUB_OFFLINE": "1", "CI": "1"}
+    run_ranks(FORKS, _main, directory, told, processes=processes, kill_at=kill_at, **offline)
 
 
 def _main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:

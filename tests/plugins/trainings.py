@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,50 @@ _SLOW = (
     "tests.plugins.warm",
     "tests.preloaded",
 )
+
+
+def run_ranks(
+    forks: Any,
+    target: Callable[..., None],
+    directory: Path,
+    told: Mapping[str, Any],
+    *,
+    processes: int = 1,
+    kill_at: int | None = None,
+    exitcode: int = 0,
+    **env: str,
+) -> None:
+    """Train in processes of their own; process 0 ends or is killed, and then the others are, too.
+
+    Args:
+        forks: the context of the processes.
+        target: called with the directory, the environment and `told`.
+        kill_at: the step behind which each process kills itself.
+        exitcode: the expected exit code of process 0 if no process is killed.
+    """
+    if kill_at is not None:
+        env[KILL_AT] = str(kill_at)
+    if processes > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = []
+    try:
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            ranks.append(forks.Process(target=target, args=(directory, env | own, told)))
+            ranks[-1].start()
+        ranks[0].join(200)
+        for process in ranks[1:]:
+            process.join(30 if exitcode == 0 and kill_at is None else 0)
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert codes[0] == (exitcode if kill_at is None else -signal.SIGKILL), codes
+    assert kill_at is not None or not any(codes[1:]), codes
 
 
 def digest(value: object) -> str:

@@ -1,7 +1,8 @@
-"""Find live objects that hold an optimizer of a State but aren't in the State.
+"""Find live objects outside a State with an influence on the State's training.
 
-Such objects are schedulers, gradient scalers and similar helpers. The search asks the garbage
-collector, which takes some tens of milliseconds, so only the first saves of a run search.
+Such objects are helpers of an optimizer, such as schedulers and gradient scalers, and data loaders
+with persistent worker processes. The search asks the garbage collector, which takes some tens of
+milliseconds, so only the first saves of a run search.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfmt.adapters.live_trees import attributes_of
+from ckptfmt.adapters.torch.loaders import find_followed, samplers_of
 from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
 from ckptfmt.state import State
 
@@ -40,20 +42,41 @@ _NO_INSTANCES: Final = (type, types.FrameType, types.CellType, types.ModuleType,
 _WHOLE: Final = (torch.nn.Module, torch.utils.data.DataLoader, torch.utils.data.Dataset, State)
 
 
-def list_unheld(values: list[object]) -> list[object]:
-    """Return schedulers and gradient scalers for the State's optimizers that the State lacks.
+def list_unheld(values: list[object]) -> tuple[list[object], list[object]]:
+    """Return live objects outside the State with an influence on the training, as two lists.
+
+    The first list has schedulers and gradient scalers for the State's optimizers. The second list
+    has data loaders with persistent worker processes, which draw their seed from the program's
+    stream; a loader with a separate generator isn't listed.
 
     Args:
         values: the objects of the State.
     """
     own = [value for value in values if isinstance(value, torch.optim.Optimizer)]
     if not own:
-        return []
+        return [], []
+    found = _holders_of(own, {id(values), id(own)})
     held = _reach(values)
-    holders = _holders_of(own, {id(values), id(own)})
-    return [
-        holder for holder in holders if id(holder) not in held and _is_helper(holder, own, held)
-    ]
+    helpers = [one for one in found if id(one) not in held and _is_helper(one, own, held)]
+    loaders = [one for one in found if _is_lasting_loader(one) and not _is_held(one, held)]
+    return helpers, loaders
+
+
+def _is_lasting_loader(value: Any) -> bool:
+    return (
+        issubclass(type(value), torch.utils.data.DataLoader)
+        and bool(getattr(value, "persistent_workers", False))
+        and getattr(value, "generator", None) is None
+    )
+
+
+def _is_held(loader: Any, held: frozenset[int]) -> bool:
+    """Return whether a State holds a loader, or one of its samplers."""
+    return (
+        id(loader) in held
+        or find_followed(loader) is not None
+        or any(id(sampler) in held for sampler in samplers_of(loader).values())
+    )
 
 
 def is_copied(value: Any, copies: Iterable[Mapping[Any, Any]]) -> bool:
@@ -95,7 +118,7 @@ def is_scaler(value: object) -> bool:
 
 
 def _holders_of(own: list[torch.optim.Optimizer], ignored: set[int]) -> list[object]:
-    """Return all gradient scalers, and the objects with any of these optimizers in an attribute.
+    """Return all gradient scalers and loaders, and the objects with an optimizer in an attribute.
 
     Args:
         own: the optimizers.
@@ -103,9 +126,11 @@ def _holders_of(own: list[torch.optim.Optimizer], ignored: set[int]) -> list[obj
     """
     groups = [one.param_groups for one in own]
     ignored = ignored | {id(groups)} | {id(attributes_of(one)) for one in own}
-    found = _referrers(
-        [*own, *groups, torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()], ignored
-    )
+    kinds: list[type] = [torch.amp.GradScaler, torch.utils.data.DataLoader]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # One search for all: each search visits all objects of the process.
+    found = _referrers([*own, *groups, *kinds], ignored)
     wrappers = [
         holder
         for holder in found

@@ -854,7 +854,7 @@ def _length(value: Any) -> int | None:
         return None
 
 
-def _samplers(loader: Any) -> dict[str, Any]:
+def samplers_of(loader: Any) -> dict[str, Any]:
     """Return the samplers of a loader by path, each once."""
     found: dict[str, Any] = {}
     waiting = [("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)]
@@ -874,7 +874,7 @@ def _attributes(loader: Any) -> dict[str, object]:
     """Return the plain values in the attributes of a loader's samplers, by path."""
     return {
         f"{path}.{name}": value
-        for path, sampler in _samplers(loader).items()
+        for path, sampler in samplers_of(loader).items()
         for name, value in getattr(sampler, "__dict__", {}).items()
         if type(value) in _SCALARS
     }
@@ -888,7 +888,7 @@ def _set_attributes(
     Args:
         is_again: whether they were set before; then the program's own `set_epoch` counts.
     """
-    samplers = _samplers(loader)
+    samplers = samplers_of(loader)
     for path, value in attributes.items():
         place, _, name = path.rpartition(".")
         sampler = samplers.get(place)
