@@ -281,7 +281,8 @@ class Evaluation:
         self.options = options
 
     def __call__(self, this: Any) -> None:
-        loader: Any = torch.utils.data.DataLoader(BATCHES[:8], 4, num_workers=1, **self.options)
+        batches: Any = BATCHES[:4]
+        loader: Any = torch.utils.data.DataLoader(batches, 4, num_workers=1, **self.options)
         this.model = nn.Sequential(this.model, nn.Dropout(0.5))
         this.given["weights"] = this.model
         this.after.append(lambda _: [self.evaluate(this.model, batch) for batch in loader])
@@ -306,11 +307,11 @@ def test_worker_processes_that_outlive_an_evaluation_lower_the_claim(
     tmp_path: Path, options: dict[str, Any], claim: str
 ) -> None:
     """Their seed is drawn from the stream of the training once in each launch, as the losses show."""
-    undisturbed, _, _ = trajectory(tmp_path / "whole", Evaluation(**options), steps=8)
-    first, _, reports = trajectory(tmp_path / "r", Evaluation(**options), steps=4)
+    undisturbed, _, _ = trajectory(tmp_path / "whole", Evaluation(**options), steps=4)
+    first, _, reports = trajectory(tmp_path / "r", Evaluation(**options), steps=2)
     is_told = any(report.startswith("PERSISTENT_WORKERS") for report in reports)
     assert is_told is (claim == "S1"), reports
-    rest, report, _ = trajectory(tmp_path / "r", Evaluation(**options), steps=8)
+    rest, report, _ = trajectory(tmp_path / "r", Evaluation(**options), steps=4)
     assert report is not None
     assert report.claim == claim, report.lowered_by
     assert (first + rest == undisturbed) is (claim == "T1")

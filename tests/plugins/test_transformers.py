@@ -75,9 +75,7 @@ FORKS.set_forkserver_preload(
 
 def train(directory, *, kill_at=None, processes=1, exitcode=0, **told):
     """Train in processes of their own, to the end or until a kill behind a step."""
-    run_ranks(
-        FORKS, main, directory, told, processes=processes, kill_at=kill_at, exitcode=exitcode
-    )
+    run_ranks(FORKS, main, directory, told, processes=processes, kill_at=kill_at, exitcode=exitcode)
 
 
 def weights_of(model):

@@ -32,7 +32,7 @@ def train(directory: Path, *, kill_at: int | None = None, processes: int = 1, **
     told = {"max_steps": LAST_STEP, **told}
     # Imported by the server of forks. Without the variable TRL reports its use.
     offline = {"HF_HUB_OFFLINE": "1", "CI": "1"}
-    run_ranks(FORKS, _main, directory, told, processes=processes, kill_at=kill_at, **offline)
+    run_ranks(FORKS, _main, directory, told, processes=processes, kill_at=kill_at, env=offline)
 
 
 def _main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:

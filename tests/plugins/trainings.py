@@ -51,7 +51,7 @@ def run_ranks(
     processes: int = 1,
     kill_at: int | None = None,
     exitcode: int = 0,
-    **env: str,
+    env: Mapping[str, str] | None = None,
 ) -> None:
     """Train in processes of their own; process 0 ends or is killed, and then the others are, too.
 
@@ -60,7 +60,9 @@ def run_ranks(
         target: called with the directory, the environment and `told`.
         kill_at: the step behind which each process kills itself.
         exitcode: the expected exit code of process 0 if no process is killed.
+        env: more variables of the environment.
     """
+    env = dict(env or {})
     if kill_at is not None:
         env[KILL_AT] = str(kill_at)
     if processes > 1:
