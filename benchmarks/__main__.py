@@ -17,6 +17,7 @@ from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
 from benchmarks.record import Outcome, build_record, default_path, dump_record, format_record
 from benchmarks.reshard import measure_reshard
+from benchmarks.rewind import measure_rewind
 from benchmarks.rollouts import ROWS, measure_rollouts
 from benchmarks.rounds import Progress, Workplace, workplace
 from benchmarks.s3 import measure_s3
@@ -37,6 +38,7 @@ MEASURE = {
     "frameworks": measure_frameworks,
     "s3": measure_s3,
     "adapters": measure_adapters,
+    "rewind": measure_rewind,
 }
 #: The size for `frameworks`, where a single thread trains a state of this size in seconds, and for
 #: `s3`, where a server shares the processors.

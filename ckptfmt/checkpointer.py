@@ -7,10 +7,10 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, Self, SupportsFloat, Unpack
 
-from ckptfmt.adapters.data_loaders import find_loaders
+from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
 from ckptfmt.api import open_checkpoint
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME
@@ -27,6 +27,7 @@ from ckptfmt.loop.launching import take_launch
 from ckptfmt.loop.loop import StepCount, make_meters, parse_every
 from ckptfmt.loop.pace import Pace
 from ckptfmt.loop.rehearsal import Account, Rehearsal
+from ckptfmt.loop.rewinding import can_skip, choose_save, find_ends
 from ckptfmt.loop.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.loop.talking import Talk
 from ckptfmt.loop.uncounted import UnsavedWatch
@@ -53,6 +54,7 @@ from ckptfmt.saving.saves import Saves, Saving, add_report
 from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.snapshot import Memory
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -112,6 +114,7 @@ class Checkpointer:
             weren't taken: invalid checkpoints, and saves that a living saver hadn't committed by
             the deadline.
         stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
+        rewinds: number of times that this object has gone back, by `rewind` or after an alarm.
 
     Raises: StateError(ARGUMENT); TypeError for an unknown keyword.
     """
@@ -198,12 +201,14 @@ class Checkpointer:
         self._pace = Pace(self._group, cadence, meters, signals, options.stop.triggers)
         rehearse = options.checks.rehearse
         self._short_rehearsal = ShortRehearsal(rehearse, options.every)
-        self._witness = Witness(
+        self._make_witness = functools.partial(
+            Witness,
             self._group,
             is_on=options.checks.witness,
             kept_count=rehearse,
             is_thorough=self._rehearsal is not None,
         )
+        self._witness = self._make_witness()
         self._saves = Saves(
             self._store,
             self._group,
@@ -223,6 +228,7 @@ class Checkpointer:
         self._has_begun = False
         self._is_prepared = False
         self.stopped = False
+        self.rewinds = 0
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -483,9 +489,13 @@ class Checkpointer:
             self._talk.say("nothing is left to do: %d of %d steps are done", self.step, total)
         try:
             while self.step < total and not self.stopped:
+                self._begin_itself()  # after a rewind, too
+                rewinds = self.rewinds
                 self._witness.begin_step(self.step, self._count.state)
                 with self._count.body():
                     yield self.step
+                if self.rewinds != rewinds:
+                    continue
                 self._end_step(self.step + 1, total)
                 if self._short_rehearsal.is_due(self.step):
                     self._go_back()
@@ -545,14 +555,20 @@ class Checkpointer:
         position.before_epoch = self._before_epoch
         try:
             while position.epoch < total and not self.stopped:
+                self._begin_itself()  # after a rewind, too
                 epoch = position.epoch
+                rewinds = self.rewinds
                 yield epoch
                 if self._has_stopped():
                     break
+                if self.rewinds != rewinds:
+                    continue
                 is_last = epoch + 1 == total
                 if self._count.is_under_way:
                     position.leave_epoch()
                     self._end_batch(is_last=is_last)
+                    if self.rewinds != rewinds:
+                        continue
                 if position.epoch != epoch + 1:
                     raise err(
                         Code.ARGUMENT,
@@ -594,7 +610,10 @@ class Checkpointer:
             self._saves.unheld.end_batch()
             if position.is_at_end:
                 return True  # the rest of the epoch belongs to the last batch's step
+            rewinds = self.rewinds
             self._end_batch(is_last=False)
+            if self.rewinds != rewinds:
+                return False
         if self.stopped:
             return False
         self._witness.begin_step(self.step, self._count.state)
@@ -624,10 +643,12 @@ class Checkpointer:
         Raises: as `restore` and `save`.
         """
         self._begin_itself()
+        rewinds = self.rewinds
         self._witness.begin_step(self.step, self._count.state)
         with self._count.body():
             yield self.step
-        self._end_step(self.step + 1)
+        if self.rewinds == rewinds:
+            self._end_step(self.step + 1)
 
     def observe(
         self, *, loss: object = None, grad_norm: object = None, batch: object = None
@@ -768,6 +789,10 @@ class Checkpointer:
             or (self._rehearsal is not None and self._rehearsal.save_at == step)
         )
         is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
+        alarm = self._pace.take_alarm(self._saved_step)
+        if alarm is not None:
+            self._rewind_after(alarm)
+            return None
         self.stopped |= self._pace.stopped
         label, to_home = requested or (label, False)
         if self.stopped and not is_over:
@@ -892,6 +917,113 @@ class Checkpointer:
         self._saved_step = first
         self._witness.go_back(self.launch, first, report.claim)
 
+    def rewind(
+        self, to: int | str | None = None, *, skip: bool = False, reason: str = ""
+    ) -> LoadReport:
+        """Go back to an earlier save in these processes, as the next launch of the run.
+
+        Every process calls this method at the same step. The call waits for the saves in flight,
+        records the next launch, and loads the save into the live objects as `restore` does. Tensors
+        come from the memory of the slots, if the save is still there, and else from the cache or
+        the run. The RNG streams are put back when the next step begins, or by `restore_rng`.
+
+        Within the body of `steps`, `epochs` or `training_step` the step isn't counted: leave the
+        body at once, by ``continue`` or ``break``. `steps` and `epochs` go on from the save. Make
+        the iterators of loaders anew after a rewind; the iterators of a `Sampler` in a loader
+        without worker processes go on by themselves.
+
+        Args:
+            to: the number of steps to go back to, or less: the newest such save is taken; or the
+                name of a checkpoint. Default: the newest save that isn't suspect.
+            skip: whether to leave out the samples of the steps since the save, the step under way
+                included. The samplers of the State record the skip, with the policy "shift".
+            reason: explanation of the skip for readers of the cursor.
+
+        Returns: the report of the load.
+        Raises: IntegrityError(NOT_COMMITTED) if there is no save to go back to;
+            CommitError(SAVE_PENDING); StateError(ARGUMENT) before the first step, or if `skip` has
+            no sampler; as `restore`. After an error of the load the state is partly loaded, and
+            the checkpointer saves it no more.
+        Spec: REQ-RUN-012.
+        """
+        if not (self._has_begun or self.rewinds):
+            remedy = "restore() and steps() resume; call rewind() in a step, or after one."
+            raise err(Code.ARGUMENT, "no step has begun", where="rewind()", remedy=remedy)
+        state = self._count.state
+        done = self.step
+        is_under_way = self._count.is_under_way
+        group = self._group
+        snapshots = group.together(
+            lambda: self._saves.snapshots(self._pace.rest_s(self._deadline_s))
+        )
+        resume = group.run_on_first(lambda: choose_save(self._store, to))
+        ends = group.together(lambda: find_ends(state, done + is_under_way, skip=skip))
+        told = group.all_gather(sorted(snapshots))
+        trusted = set.intersection(*map(set, told))
+        self._pace.rest()
+        self._end_witness()
+        with contextlib.ExitStack() as stack:
+            if all(sampler.can_go_back for sampler in find_samplers(state)):
+                stack.enter_context(keep_iterators(state))
+            self._restored = False
+            self._is_touched = True
+            self._load_again(resume, trusted, snapshots)
+        for sampler, end in ends:
+            if skip and sampler.position < end:
+                positions = (sampler.position, end)
+                sampler.skip(positions=positions, policy="shift", reason=reason)
+        if is_under_way:
+            self._count.end_body()
+        self.rewinds += 1
+        self._restored = True
+        assert self._load_report is not None  # noqa: S101
+        return self._load_report
+
+    def _end_witness(self) -> None:
+        """End the records of this launch; the next launch has records of its own."""
+        ended = self._witness
+        ended.close()
+        self._saves.take_reports(list(ended.reports))
+        self._witness = self._make_witness()
+
+    def _load_again(
+        self, resume: str, trusted: Collection[str], snapshots: Mapping[str, Memory]
+    ) -> None:
+        """Begin the next launch, and load its checkpoint into the live state."""
+        assert self.launch is not None  # noqa: S101
+        before = self.launch.launch
+        done = self.step
+        taken = take_launch(
+            self._store,
+            self._group,
+            resume=resume,
+            writer_features=self._writer_features,
+            deadline_s=self._deadline_s,
+            cache=self._cache,
+            trusted=trusted,
+        )
+        checkpoint = taken.checkpoint
+        assert checkpoint is not None  # noqa: S101
+        self.launch = taken.launch
+        self._run = taken.run
+        if self._checkpoint is not None:  # no step has begun since the last rewind
+            self._checkpoint.close()
+        self._checkpoint = checkpoint
+        self.passed_over += taken.passed_over
+        self._saves.take_reports(taken.reports)
+        self._pace.meters.note_rewind(self._store, taken, done)
+        self._talk.say("launch %d goes back from step %d", before, done)
+        self._load(checkpoint, self._count.state, snapshots.get(checkpoint.manifest.origin.attempt))
+        self._has_begun = False
+        self._handle = None
+        self._requested = None
+        self._pace.note_save()
+        self._pace.meters.note_restored()
+
+    def _rewind_after(self, alarm: str) -> None:
+        """Go back after an alarm, and leave out the samples since the save if samplers allow."""
+        self.rewind(skip=can_skip(self._count.state), reason=alarm)
+
     def _take_launch(self) -> None:
         cache = self._cache
         nodes = None
@@ -915,9 +1047,17 @@ class Checkpointer:
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
 
-    def _load(self, checkpoint: Checkpoint, state: State) -> None:
+    def _load(
+        self, checkpoint: Checkpoint, state: State, memory: Memory | None = None
+    ) -> None:
         self._load_report = load_once(
-            state, checkpoint, self._group, **self._choices, streams=False, share=self._share
+            state,
+            checkpoint,
+            self._group,
+            **self._choices,
+            streams=False,
+            share=self._share,
+            memory=memory,
         )
         carry_init(checkpoint, state, self._group)
         self._go_to(checkpoint, state)

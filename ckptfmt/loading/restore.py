@@ -52,6 +52,7 @@ from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.state import CapturedRng, State, place_of
+from ckptfmt.write.snapshot import Memory
 
 #: Loaded fields. The remaining fields are compared, or put back as RNG streams.
 _LOADED: Final = ("weights", "optimizer", "data")
@@ -69,6 +70,7 @@ def load_once(
     rename: Rename = None,
     override: Patterns = (),
     share: bool = False,
+    memory: Memory | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
@@ -88,6 +90,7 @@ def load_once(
         rename: saved names for live names; see `ckptfmt.adapters.load_plan.Renaming`.
         override: patterns of live names to leave unchanged.
         share: whether one process reads data for several processes, and sends the data to them.
+        memory: see `Checkpoint.plan_reading`.
 
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different
         checkpoints; StateError(PEER_FAILED) if another process refused; ReplacedError on all
@@ -115,7 +118,7 @@ def load_once(
         raise err(Code.WRITERS_DIVERGED, f"the processes load {len(digests)} different checkpoints")
     with step:
         restoration.check(*_find_untaken(told))
-        reading = restoration.plan_reading()
+        reading = restoration.plan_reading(memory)
     with contextlib.ExitStack() as stack:
         if share and group.writer_count > 1:
             reading.share(stack.enter_context(_open_peers(group)))
@@ -302,8 +305,11 @@ class Restoration:
         self.plan.refuse_idle_patterns(idle_patterns)
         self.plan.check()
 
-    def plan_reading(self) -> Reading:
+    def plan_reading(self, memory: Memory | None = None) -> Reading:
         """Return the plan of the reads, which fill live tensors when run.
+
+        Args:
+            memory: see `Checkpoint.plan_reading`.
 
         Raises: IntegrityError of parts.
         """
@@ -311,7 +317,7 @@ class Restoration:
         side = torch_side()
         borrow = None if side is None else side.plan_arrivals(plan.sinks, report=plan.notes.append)
         return plan.checkpoint.plan_reading(
-            plan.sinks, borrow=borrow, frozen_base=self.state.frozen_base
+            plan.sinks, borrow=borrow, frozen_base=self.state.frozen_base, memory=memory
         )
 
     def apply(self, reads: ReadReport, *, streams: bool = True) -> LoadReport:

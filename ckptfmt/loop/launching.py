@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
@@ -75,6 +75,7 @@ def take_launch(
     writer_features: Sequence[str],
     deadline_s: float,
     cache: Cache | None,
+    trusted: Collection[str] = (),
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
 
@@ -85,6 +86,7 @@ def take_launch(
         deadline_s: longest wait of the processes for each other, in seconds. Process 0 waits for
             savers for half of this time.
         cache: cache of this node; None if no process has a cache.
+        trusted: attempts whose contents all processes have in memory.
 
     Raises: as `Checkpointer.choose`.
     Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
@@ -98,13 +100,13 @@ def take_launch(
     )
     if cache is None:
         reading: Store = store
-        told = _run_on_first(group, lambda: _begin(store, waited, resume, (), opened))
+        told = _run_on_first(group, lambda: _begin(store, waited, resume, (), opened, trusted))
     else:
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
         finish.fetch(None if resume == "auto" else resume)
         reading = finish.reading()
-        told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened))
+        told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened, trusted))
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
     found = None if named is None else Reference(**named)
@@ -183,12 +185,14 @@ def _begin(
     resume: str,
     names: Sequence[str],
     opened: list[Checkpoint],
+    trusted: Collection[str],
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
         names: names of the checkpoints with files in caches.
         opened: list to which the chosen open checkpoint is added.
+        trusted: see `take_launch`.
     """
     passed_over: list[str] = waited["passed_over"]
 
@@ -199,7 +203,12 @@ def _begin(
     run = RunRecord(run_id=waited["run_id"], writer_features=tuple(waited["writer_features"]))
     by_hand = None if resume in ("auto", "fresh") else resume
     launch, checkpoint = begin_launch(
-        store, run, choose=by_hand, fresh=resume == "fresh", on_passed_over=note
+        store,
+        run,
+        choose=by_hand,
+        fresh=resume == "fresh",
+        on_passed_over=note,
+        trusted=trusted,
     )
     if checkpoint is not None:
         opened.append(checkpoint)

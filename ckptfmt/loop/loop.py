@@ -413,6 +413,17 @@ class Meters:
         if self.keeper is not None:
             self.keeper.note_launch(store, taken)
 
+    def note_rewind(self, store: Store, taken: Taken, step: int) -> None:
+        """Record a launch that follows in these processes; the launch before has ended.
+
+        Args:
+            step: number of steps done by the launch before.
+        """
+        if self.keeper is not None:
+            self.keeper.close(step)
+            self.keeper = type(self.keeper)(taken.seconds)
+            self.keeper.note_launch(store, taken)
+
     def note_restored(self) -> None:
         """Record the end of the load."""
         if self.keeper is not None:

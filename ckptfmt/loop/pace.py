@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ckptfmt.loop.triggers import Triggers
 
 _LOG: Final = logging.getLogger("ckptfmt")
+#: Largest number of alarms after which a run goes back to the same save.
+_REWINDS: Final = 3
 
 
 class Pace:
@@ -57,6 +59,8 @@ class Pace:
         self._group = group
         self._cadence = cadence
         self._stop_s = math.inf
+        #: The step of the save to which the run last went back after alarms, and their number.
+        self._rewinds: tuple[int | None, int] = None, 0
 
     def begin(self) -> None:
         """Install the signal handlers, and start the watch over the steps.
@@ -169,12 +173,39 @@ class Pace:
         if (
             self.alarm is None
             or self._triggers is None
-            or self._triggers.action in ("save", "drain")
+            or self._triggers.action in ("save", "drain", "rewind")
         ):
             return False
         if self._triggers.action == "back":
             raise err(Code.ALARM, self.alarm, where="Triggers(action='back')")
         return True
+
+    def take_alarm(self, saved_step: int | None) -> str | None:
+        """Return the alarm after which the run goes back, and forget it; None without such an alarm.
+
+        At most `_REWINDS` alarms for one save are returned, so that no training goes back for ever.
+
+        Args:
+            saved_step: the step of the save to which the run goes back; None if there is none.
+        """
+        alarm = self.alarm
+        if (
+            alarm is None
+            or saved_step is None
+            or not self.is_suspect
+            or self._triggers is None
+            or self._triggers.action != "rewind"
+        ):
+            return None
+        step, count = self._rewinds
+        count = count + 1 if step == saved_step else 1
+        if count > _REWINDS:
+            return None
+        self._rewinds = saved_step, count
+        self.alarm = None
+        self.is_suspect = self.stopped = False
+        self._triggers.forget()
+        return alarm
 
     def doubt(self, label: Callable[[], Labels] | None) -> Callable[[], Labels] | None:
         """Return a function for the labels of a save, which marks the save suspect after an alarm.

@@ -27,12 +27,15 @@ class TimeKeeper:
 
     The keeper writes the launch's entry when the first step begins and when the run is closed. In
     between, each save carries an entry, which the saver writes after the commit.
+
+    Args:
+        age_s: time since the launch has started, in seconds; None for the age of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, age_s: float | None = None) -> None:
         self._clock = time.monotonic
         now_s = self._clock()
-        self._started_s = now_s - process_age_s()
+        self._started_s = now_s - (process_age_s() if age_s is None else age_s)
         self._started_unix_s = time.time() - (now_s - self._started_s)
         self._store: Store | None = None
         self._taken: Taken | None = None

@@ -34,7 +34,7 @@ _TOLD_OF_ALARM: Final = (
 )
 
 #: The action after a notice, as explained at `Triggers`.
-Action: TypeAlias = Literal["save", "drain", "stop", "back"]
+Action: TypeAlias = Literal["save", "drain", "stop", "back", "rewind"]
 
 
 class Triggers:
@@ -57,7 +57,10 @@ class Triggers:
             from the save. "drain": as "save", but a call of `alarm` is a notice from outside too,
             so only numbers are evidence against the state. "stop": end `steps` without a save.
             "back": raise StateError(ALARM) without a save, so that torchrun or another launcher
-            restarts the job from the last good checkpoint.
+            restarts the job from the last good checkpoint. "rewind": after an alarm, go back to the
+            newest save in the same processes, leave out the samples of the steps since then, and
+            go on; see `Checkpointer.rewind`. The fourth alarm after one save is handled as by
+            "save", and so is a notice from outside.
         norm_factor: a gradient norm above this multiple of the average of earlier norms is an
             alarm; None for no such alarm.
         norm_count: number of norms in that average. With fewer than ten norms none is compared.
@@ -107,8 +110,9 @@ class Triggers:
         signals: Iterable[int] = (),
         timeout_s: float | None = None,
     ) -> None:
-        if action not in ("save", "drain", "stop", "back"):
-            raise err(Code.ARGUMENT, f"{action!r}: save, drain, stop or back", where="action=")
+        if action not in ("save", "drain", "stop", "back", "rewind"):
+            detail = f"{action!r}: save, drain, stop, back or rewind"
+            raise err(Code.ARGUMENT, detail, where="action=")
         for name, number, least in (
             ("norm_factor", norm_factor, 1.0),
             ("norm_count", norm_count, _FEWEST_NORMS),
@@ -154,6 +158,15 @@ class Triggers:
         self._notice(reason, is_alarm=self.action != "drain")
         if is_first and self.action == "save":
             _LOG.warning(_TOLD_OF_ALARM, self.reason)
+
+    def forget(self) -> None:
+        """Forget the notice and the numbers: the training went back to an earlier state."""
+        with self._lock:
+            self.reason = None
+            self.is_alarm = False
+        self._norms.clear()
+        self._rises = 0
+        self._last_loss = math.inf
 
     def look(self) -> str | None:
         """Check signals, file and `alert`, and return this process's reason to stop, or None.

@@ -24,7 +24,7 @@ from ckptfmt.read.files import CheckpointFiles
 from ckptfmt.read.frozen_base import FrozenBase, FrozenReading, Place
 from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, plan_reading
 from ckptfmt.read.streaming import Borrow, ReadReport
-from ckptfmt.write.snapshot import TensorSink
+from ckptfmt.write.snapshot import Memory, TensorSink
 
 #: Prefix of the names of ``State(extra=...)`` values in the field optimizer.
 _EXTRA: Final = "extra/"
@@ -257,6 +257,7 @@ class Checkpoint(CheckpointFiles):
         *,
         borrow: Borrow | None = None,
         frozen_base: Place | None = None,
+        memory: Memory | None = None,
     ) -> Reading:
         """Return a planned read that fills the sinks. Planning reads parts, but no shards.
 
@@ -266,11 +267,13 @@ class Checkpoint(CheckpointFiles):
         Args:
             borrow: called with the memory of the read buffers, for the duration of their use.
             frozen_base: the place in which to look first for the frozen base.
+            memory: called with a tensor's key and a stored box; returns the content of the box, if
+                this process has it in memory, and None otherwise. The content isn't verified.
 
         Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH, FROZEN_BASE_MISSING,
             FROZEN_BASE_CHANGED); IntegrityError of parts.
         """
-        reading = plan_reading(self, sinks, borrow)
+        reading = plan_reading(self, sinks, borrow, memory)
         frozen = [
             (self.frozen[tensor.key], sink)
             for sink in sinks

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -41,7 +42,7 @@ from ckptfmt.read.streaming import (
     thread_count,
 )
 from ckptfmt.store.protocol import call_each
-from ckptfmt.write.snapshot import MemoryOf, TensorSink
+from ckptfmt.write.snapshot import Memory, MemoryOf, TensorSink
 
 T = TypeVar("T")
 
@@ -213,7 +214,10 @@ def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> mem
 
 
 def plan_reading(
-    files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Borrow | None = None
+    files: CheckpointFiles,
+    sinks: Sequence[TensorSink],
+    borrow: Borrow | None = None,
+    memory: Memory | None = None,
 ) -> Reading:
     """Return a read that fills sinks; see `ckptfmt.read.reader.Checkpoint.plan_reading`."""
     tensors = [_find_for(files, sink) for sink in sinks]
@@ -228,7 +232,12 @@ def plan_reading(
                 boxes[stored].wanted.append((sink, common))
     reading = Reading(files, borrow)
     for one in boxes.values():
-        reading.add_blocks(reading.add_box(one), one.iter_spans())
+        number = reading.add_box(one)
+        held = None if memory is None else memory(one.stored.key, one.stored.box)
+        if held is None:
+            reading.add_blocks(number, one.iter_spans())
+        else:
+            reading.add_content(number, held)
     return reading
 
 
@@ -280,6 +289,8 @@ class Reading:
         self.ranges: list[BlockRange] = []
         self.library = Library(files)
         self._bundles: dict[tuple[StoredBox, int], Bundle] = {}
+        #: Boxes with their contents in memory.
+        self._contents: list[tuple[int, memoryview]] = []
         self._borrow = borrow
         self._rounds: Rounds | None = None
         self._read_nbytes = self._verified_nbytes = self._request_count = self._buffer_nbytes = 0
@@ -300,6 +311,10 @@ class Reading:
                 continue
             for block in range(span.first, span.last):
                 self._bundles.setdefault(_bundle_of(span.stored, block), []).append((number, block))
+
+    def add_content(self, number: int, content: memoryview) -> None:
+        """Add the whole content of a box, given the box's number; nothing is read for the box."""
+        self._contents.append((number, content))
 
     def share(self, peers: Peers) -> None:
         """Share raw blocks wanted by several processes: one process reads and sends each block.
@@ -325,6 +340,7 @@ class Reading:
         try:
             if self.frozen is not None:
                 self.frozen.run()
+            self._place_contents()
             with self.library.files.while_current():
                 self._read(self.ranges)
                 if self._bundles:
@@ -358,6 +374,20 @@ class Reading:
         self._verified_nbytes += sum(blocks.nbytes for blocks in ranges)
         buffer_nbytes = stream_requests(self.library, requests, take, borrow=self._borrow)
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
+
+    def _place_contents(self) -> None:
+        """Copy contents in memory to their sinks, the largest first, in several threads."""
+        if not self._contents:
+            return
+        contents = sorted(self._contents, key=lambda row: -row[1].nbytes)
+
+        def place(row: tuple[int, memoryview]) -> None:
+            number, content = row
+            self.boxes[number].place(BlockRange("", 0, content.nbytes, number, 0), content)
+
+        with ThreadPoolExecutor(thread_count(), "ckptfmt-place") as threads:
+            for _ in threads.map(place, contents):
+                pass
 
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
         """Compare size and header of the ranges' files, and return the ranges that can be read."""
@@ -455,6 +485,7 @@ class Reading:
             buffer_nbytes=self._buffer_nbytes
             + (0 if self._rounds is None else self._rounds.buffer_nbytes),
             metadata_nbytes=self.library.files.metadata_nbytes,
+            memory_nbytes=sum(content.nbytes for _, content in self._contents),
         )
 
 

@@ -74,6 +74,7 @@ class ReadReport:
             blocks.
         buffer_nbytes: size of the buffers, without the destination.
         metadata_nbytes: size of manifest, index, parts and shard headers.
+        memory_nbytes: bytes taken from this process's memory, without a comparison of digests.
     """
 
     needed_nbytes: int = 0
@@ -84,6 +85,7 @@ class ReadReport:
     decoded_nbytes: int = 0
     buffer_nbytes: int = 0
     metadata_nbytes: int = 0
+    memory_nbytes: int = 0
 
 
 class Ranges(Protocol):

@@ -532,6 +532,7 @@ def begin_launch(
     fresh: bool = False,
     on_passed_over: Callable[[str], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
+    trusted: Container[str] = (),
 ) -> tuple[Launch, Checkpoint | None]:
     """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
 
@@ -540,6 +541,8 @@ def begin_launch(
         fresh: whether to start without a checkpoint, by hand.
         on_passed_over: called with a sentence for each newer invalid checkpoint.
         on_progress: called with the number of bytes just checked.
+        trusted: attempts whose contents all processes of the launch have in memory; only their
+            documents are checked. Spec: REQ-RUN-012.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
         the caller to load and close. None instead of a checkpoint after a fresh start.
@@ -555,12 +558,12 @@ def begin_launch(
         if fresh:
             chosen_by = "hand"
         elif choose is not None:
-            checkpoint = _choose_by_hand(store, entries, choose, on_progress)
+            checkpoint = _choose_by_hand(store, entries, choose, on_progress, trusted)
             chosen_by = "hand"
         else:
             check_records(store, entries)
             checkpoint, chosen_by = _choose_by_lineage(
-                store, run, (launches, entries), on_passed_over, on_progress
+                store, run, (launches, entries), on_passed_over, on_progress, trusted=trusted
             )
         resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
@@ -712,11 +715,15 @@ def check_records(store: Store, entries: list[RunEntry]) -> None:
 
 
 def _choose_by_hand(
-    store: Store, entries: list[RunEntry], choose: str, on_progress: Callable[[int], None] | None
+    store: Store,
+    entries: list[RunEntry],
+    choose: str,
+    on_progress: Callable[[int], None] | None,
+    trusted: Container[str],
 ) -> Checkpoint:
     for entry in entries:
         if entry.manifest is not None and choose in (entry.name, entry.manifest.digest):
-            found = _open_valid(store, entry, on_progress)
+            found = _open_valid(store, entry, on_progress, trusted)
             if isinstance(found, CkptError):
                 raise found
             return found
@@ -744,6 +751,7 @@ def _choose_by_lineage(
     on_progress: Callable[[int], None] | None,
     *,
     doubted: frozenset[str] = frozenset(),
+    trusted: Container[str] = (),
 ) -> tuple[Checkpoint | None, str]:
     """Return the best valid candidate, open, and the way of the choice.
 
@@ -755,7 +763,9 @@ def _choose_by_lineage(
 
     def choose_again(doubted: frozenset[str] = frozenset()) -> tuple[Checkpoint | None, str]:
         anew = list_launches(store, run), list_checkpoints(store, run, with_labels=False)
-        return _choose_by_lineage(store, run, anew, on_passed_over, on_progress, doubted=doubted)
+        return _choose_by_lineage(
+            store, run, anew, on_passed_over, on_progress, doubted=doubted, trusted=trusted
+        )
 
     passed_over: dict[str, str] = {}
     suspect = {entry.name for entry in iter_lineage(*seen, with_suspect=True)}
@@ -765,7 +775,7 @@ def _choose_by_lineage(
         if entry.name in suspect:
             passed_over[entry.name] = f"{entry.name} is suspect: {entry.labels.suspect}"
             continue
-        found = _open_valid(store, entry, on_progress)
+        found = _open_valid(store, entry, on_progress, trusted)
         if not isinstance(found, CkptError):
             chosen = found
             break
@@ -810,15 +820,24 @@ def _tell_lost(launches: Iterable[Launch | LostLaunch], *, but: Container[str]) 
 
 
 def _open_valid(
-    store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None
+    store: Store,
+    entry: RunEntry,
+    on_progress: Callable[[int], None] | None,
+    trusted: Container[str],
 ) -> Checkpoint | CkptError:
     """Return a candidate, open, after a check of every byte for a load; or the first error.
 
+    Of an attempt in `trusted`, only the documents are checked.
     Damage comes before unknown features: only an undamaged candidate is refused for a feature.
     """
     if isinstance(entry.register, CkptError):
         return entry.register
     assert entry.manifest is not None  # noqa: S101
+    if entry.manifest.origin.attempt in trusted:
+        try:
+            return Checkpoint(store.at(entry.name), digest=entry.manifest.digest)
+        except CkptError as error:
+            return error
     report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
     checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
     if checkpoint is not None and report.violations:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ckptfmt.box import Box
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
 from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.save_job import SaveState
@@ -23,6 +25,7 @@ from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot import Slot, available_nbytes, is_shortage, plan_slots
+from ckptfmt.write.snapshot import Memory
 from ckptfmt.write.staging import Copy, Seen, Staging
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -54,6 +57,8 @@ class SaveSlot:
         was_written: whether the slot's last save was WRITTEN, so that the slot holds the snapshot
             that was handed to the saver.
         last_save: number of the slot's last save; 0 for none.
+        attempt: name of the last save's attempt; empty for none.
+        image: layout of the last save's snapshot.
     """
 
     number: int
@@ -64,6 +69,8 @@ class SaveSlot:
     handle: SaveHandle | None = None
     was_written: bool = False
     last_save: int = 0
+    attempt: str = ""
+    image: Image | None = None
 
     def close(self) -> None:
         """Unmap the memory. Pinned memory that a device may still fill stays pinned."""
@@ -426,6 +433,8 @@ class Background:
             self._saves[save.number] = save
             place.handle = handle
             place.last_save = self._count
+            place.attempt = state.origin.attempt
+            place.image = self._image
         if self._sent_image is not self._image:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
@@ -438,6 +447,26 @@ class Background:
             }
         )
         return save, place
+
+    def snapshots(self) -> dict[str, Memory]:
+        """Return the snapshots in slots that no save uses any more, by the name of the attempt.
+
+        A snapshot is in memory until the next save begins.
+        """
+        with self._lock:
+            places = [place for place in self._places if place.handle is None and place.was_written]
+        return {
+            place.attempt: _snapshot(place.image, place.slot.view)
+            for place in places
+            if place.image is not None
+        }
+
+    def wait_over(self, timeout_s: float) -> bool:
+        """Wait until all saves are over. Returns: whether they are over in time."""
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            handles = [save.handle for save in self._saves.values()]
+        return all(handle.wait_over(max(0.0, end_s - time.monotonic())) for handle in handles)
 
     def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
         """Abandon a started save, unless all of the snapshot is copied.
@@ -716,6 +745,17 @@ class Background:
             look=self.look,
             timeout_s=self._deadline_s if timeout_s is None else timeout_s,
         )
+
+
+def _snapshot(image: Image, view: memoryview) -> Memory:
+    """Return a function for the contents of boxes in a slot."""
+    places = {(piece.key, piece.box): (piece.begin, piece.end) for piece in image.pieces}
+
+    def find(key: TensorKey, box: Box) -> memoryview | None:
+        place = places.get((key, box))
+        return None if place is None else view[place[0] : place[1]]
+
+    return find
 
 
 def _at(save: _Save, error: CkptError) -> CkptError:

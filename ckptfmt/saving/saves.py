@@ -51,7 +51,7 @@ from ckptfmt.state import State
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
-from ckptfmt.write.snapshot import Snapshot
+from ckptfmt.write.snapshot import Memory, Snapshot
 from ckptfmt.write.staging import Copy, Fillings, plan_copies
 from ckptfmt.write.writer import as_ckpt_error
 
@@ -631,6 +631,26 @@ class Saves:
             later = guard.hold(later, sources, handle)
             guard.begin_probation(sources, image, view)
         return now, later
+
+    def snapshots(self, timeout_s: float) -> dict[str, Memory]:
+        """Wait for the saves in flight, and return the snapshots in memory, before a load.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns: the snapshots by the name of the attempt, until the next save begins.
+        Raises: CommitError(SAVE_PENDING).
+        """
+        background = self._background
+        if background is None:
+            return {}
+        if not background.wait_over(timeout_s):
+            detail = f"the saves in flight aren't over in {timeout_s:g} s"
+            where = None if self._store is None else self._store.name
+            raise err(Code.SAVE_PENDING, detail, where=where)
+        for guard in list(self._guards.values()):
+            guard.forget_copies()
+        return background.snapshots()
 
     # --- failures, and the end --------------------------------------------------------------------
 

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
 
 
+#: Returns the content of a box of a saved tensor, if this process has the content in memory; else
+#: None. The content is complete, but isn't verified again.
+Memory: TypeAlias = "Callable[[TensorKey, Box], memoryview | None]"
+
+
 class _Tensor(Protocol):
     """The description of a tensor, shared by source and sink."""
 

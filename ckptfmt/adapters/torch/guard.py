@@ -302,6 +302,13 @@ class Guard:
         """Stop watching, because the slot is about to be refilled."""
         self._on_probation = {}
 
+    def forget_copies(self) -> None:
+        """Stop watching, because the state is about to be replaced; all copies are done."""
+        for _, copies in self._in_flight:
+            self._learn(copies)
+        self._in_flight = []
+        self._on_probation = {}
+
     def meet_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the begin of an optimizer's step."""
         is_capturing = _is_capturing()

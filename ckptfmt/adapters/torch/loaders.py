@@ -135,6 +135,8 @@ class FollowedLoader(EpochLoader):
         self._draws = False
         self._epoch = 0
         self._visit: _Visit | None = None
+        #: The visit during which a position was loaded.
+        self._left: _Visit | None = None
         #: The loaded position and its tree, until a visit has gone on from there.
         self._loaded: EpochPosition | None = None
         self._tree: dict[str, Any] | None = None
@@ -273,6 +275,7 @@ class FollowedLoader(EpochLoader):
             raise err(Code.CONFIG_IDENTITY, "; ".join(differences), where=_WHERE)
         loader = self.loader
         position = parse_position(foreign.state)
+        self._left = self._visit
         self._visit = None
         loader._iterator = None  # noqa: SLF001 - worker processes of another position
         self._loaded = position
@@ -492,6 +495,8 @@ class FollowedLoader(EpochLoader):
         """
         if visit.is_over:
             return True
+        if visit is self._left and self.before_batch is not None:
+            return False  # the loop of epochs() went back in the middle of the epoch
         if visit is not self._visit:
             raise _misuse(
                 "a batch is taken from an iterator that isn't the loader's newest: the loader was"

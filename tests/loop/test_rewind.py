@@ -1,0 +1,352 @@
+"""Rewinds: the same processes go back to a save, and go on bit for bit like a run that never left."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfmt
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store.memory import MemoryStore
+
+STEPS = 24
+SAVINGS = {
+    "inline": ckptfmt.Saving(saver="inline"),
+    "thread": ckptfmt.Saving(saver="thread"),
+    "process": ckptfmt.Saving(),
+    "deltas": ckptfmt.Saving(delta="auto"),
+    "no overlap": ckptfmt.Saving(overlap=False),
+    "one slot": ckptfmt.Saving(slots=1),
+}
+
+
+class Training:
+    """A training with dropout, momentum and a schedule, over samples in a random order."""
+
+    def __init__(self, *, workers: int = 0) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.5),
+            torch.nn.Linear(64, 1),
+        )  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.7)
+        self.sampler = ckptfmt.Sampler(60, global_batch=4, seed=1)
+        self.workers = workers
+        self.state = ckptfmt.State(
+            weights=self.model,
+            optimizer=self.optimizer,
+            data=self.sampler,
+            config={},
+            extra={"scheduler": self.scheduler},
+        )
+        self.rows: dict[int, Any] = {}
+
+    def batches(self) -> Iterator[Any]:
+        inputs: Any = torch.randn(60, 4, generator=torch.Generator().manual_seed(5))
+        numbers = torch.arange(60.0).reshape(-1, 1)
+        return iter(
+            torch.utils.data.DataLoader(
+                torch.cat([inputs, numbers], 1),  # type: ignore[arg-type]
+                batch_sampler=self.sampler,
+                num_workers=self.workers,
+            )
+        )
+
+    def train(self, step: int, batch: Any, *, poison: Any = None) -> float:
+        inputs = batch[:, :4]
+        loss = self.model(inputs).square().mean()
+        if poison is not None and poison in batch[:, 4].int().tolist():
+            loss = loss * float("nan")
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.rows[step] = (batch[:, 4].int().tolist(), loss.item().hex())
+        return loss.item()
+
+    def bits(self) -> list[bytes]:
+        moments = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+        ]
+        tensors = [*self.model.state_dict().values(), *moments]
+        return [tensor.numpy().tobytes() for tensor in tensors] + [
+            torch.get_rng_state().numpy().tobytes()
+        ]
+
+
+def undisturbed(**options: Any) -> Training:
+    training = Training(**options)
+    with ckptfmt.Checkpointer(
+        MemoryStore(), training.state, every=5, saving=SAVINGS["inline"]
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+    return training
+
+
+@pytest.mark.parametrize("saving", SAVINGS.values(), ids=SAVINGS.keys())
+@pytest.mark.parametrize("seed", range(3))
+def test_rewinds_at_any_time_end_in_the_bits_of_the_undisturbed_run(
+    tmp_path: Path, saving: ckptfmt.Saving, seed: int
+) -> None:
+    """In bodies and between steps, with saves in flight, one after the other, to any save."""
+    chance = random.Random(seed)
+    right = undisturbed()
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=2, saving=saving) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step > 2 and checkpointer.rewinds < 8 and chance.random() < 0.4:
+                to = None if chance.random() < 0.6 else chance.randrange(2, step + 1)
+                report = checkpointer.rewind(to)
+                assert report.claim == "S1"  # the RNG streams come with the next step
+                assert checkpointer.step == report.step <= step
+                continue
+        assert checkpointer.rewinds == 8
+        assert checkpointer.load_report is not None
+        assert checkpointer.load_report.claim == "T1", checkpointer.load_report.lowered_by
+        assert checkpointer.load_report.evidence == "verified"
+    assert training.rows == right.rows
+    assert training.bits() == right.bits()
+    again = Training()
+    with ckptfmt.Checkpointer(tmp_path, again.state, saving=saving) as checkpointer:
+        assert checkpointer.step == STEPS
+    assert again.bits()[:-1] == right.bits()[:-1]
+
+
+def test_a_rewind_that_leaves_the_streams_is_seen(tmp_path: Path) -> None:
+    """The control: without the RNG streams, the steps that are done again are others."""
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=4) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(12):
+            training.train(step, next(batches))
+            if step == 9 and not checkpointer.rewinds:
+                checkpointer.rewind()
+                checkpointer.restore_rng()
+                torch.rand(1)
+    assert training.rows != {step: undisturbed().rows[step] for step in range(12)}
+    assert checkpointer.load_report is not None
+    assert checkpointer.load_report.evidence == "refuted"
+
+
+@pytest.mark.parametrize("kind", ["process", "deltas", "thread"])
+def test_the_newest_save_comes_from_memory(tmp_path: Path, kind: str) -> None:
+    training = Training()
+    reads = []
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=3, saving=SAVINGS[kind]
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(14):
+            training.train(step, next(batches))
+            if step == 10 and not checkpointer.rewinds:
+                reads.append(checkpointer.rewind().reads)
+                reads.append(checkpointer.rewind(to=3).reads)
+    assert (reads[0].read_nbytes, reads[0].memory_nbytes) == (0, reads[0].needed_nbytes)
+    assert reads[0].needed_nbytes > 0
+    # No slot has the oldest save any more: it is read, and verified.
+    assert (reads[1].memory_nbytes, reads[1].verified_nbytes >= reads[1].needed_nbytes) == (0, True)
+
+
+def test_a_skip_is_the_run_without_the_samples(tmp_path: Path) -> None:
+    """The steps after the rewind train on the samples that a run gets that never had the others."""
+    right = Training()
+    with ckptfmt.Checkpointer(
+        MemoryStore(), right.state, every=4, saving=SAVINGS["inline"]
+    ) as checkpointer:
+        batches = right.batches()
+        for step in checkpointer.steps(12):
+            right.train(step, next(batches))
+            if step == 7:
+                right.sampler.commit(8)
+                right.sampler.skip(positions=(32, 40), policy="shift")
+                with torch.random.fork_rng():  # a new iterator draws a number
+                    batches = right.batches()
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=4) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(12):
+            training.train(step, next(batches))
+            if step == 9 and not checkpointer.rewinds:
+                report = checkpointer.rewind(skip=True, reason="a spike")
+                assert report.step == 8
+    assert training.rows == right.rows
+    assert training.bits() == right.bits()
+    resumed = Training()
+    with ckptfmt.Checkpointer(tmp_path, resumed.state):
+        cursor = resumed.sampler.state_dict()
+    assert [(skip["reason"], skip["range"]) for skip in cursor["skips"]] == [("a spike", [32, 40])]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_an_alarm_the_run_goes_on_without_the_batch(tmp_path: Path, workers: int) -> None:
+    """A sample gives a NaN each time: the run goes back by itself, and trains on all other batches."""
+    training = Training(workers=workers)
+    poison = undisturbed().rows[9][0][0]
+    triggers = ckptfmt.Triggers("rewind")
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=4, stop=ckptfmt.Stop(triggers=triggers)
+    ) as checkpointer:
+        batches = training.batches()
+        seen = 0
+        for step in checkpointer.steps(14):
+            if workers and checkpointer.rewinds != seen:
+                batches = training.batches()
+            seen = checkpointer.rewinds
+            triggers.feed(loss=training.train(step, next(batches), poison=poison))
+        assert (checkpointer.rewinds, checkpointer.stopped, checkpointer.step) == (1, False, 14)
+    assert all(float.fromhex(loss) == float.fromhex(loss) for _, loss in training.rows.values())
+    assert not any(poison in samples for samples, _ in training.rows.values())
+    names = sorted(entry.name for entry in tmp_path.glob("step-*"))
+    assert names[-1] == "step-00000014-l0002"
+
+
+def test_alarms_without_an_end_stop_the_run(tmp_path: Path) -> None:
+    """Weights that give a NaN for each batch: three times back, then the run stops as for "save"."""
+    training = Training()
+    triggers = ckptfmt.Triggers("rewind")
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=4, stop=ckptfmt.Stop(triggers=triggers)
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(14):
+            loss = training.train(step, next(batches))
+            triggers.feed(loss=float("nan") if step >= 5 else loss)
+        assert (checkpointer.rewinds, checkpointer.stopped) == (3, True)
+        assert checkpointer.alarm == "step 6: loss is nan"
+    with ckptfmt.Checkpointer(tmp_path, Training().state) as checkpointer:
+        assert checkpointer.step == 4
+        assert any("suspect" in sentence for sentence in checkpointer.passed_over)
+
+
+def epochs_of(place: Any, act: Callable[[Any, int], None]) -> tuple[list[Any], list[bytes]]:
+    """Train three epochs of five steps on a plain loader; return the last samples of each step."""
+    torch.manual_seed(1)
+    inputs: Any = torch.arange(10.0).reshape(-1, 1)
+    loader = torch.utils.data.DataLoader(inputs, batch_size=2, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=loader, config={})
+    rows: dict[int, Any] = {}
+    with ckptfmt.Checkpointer(place, state, every=2) as checkpointer:
+        for epoch in checkpointer.epochs(3):
+            for batch in loader:
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rows[checkpointer.step] = (epoch, batch.flatten().tolist(), loss.item().hex())
+                act(checkpointer, checkpointer.step)
+    return [rows[step] for step in sorted(rows)], [
+        tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()
+    ]
+
+
+@pytest.mark.parametrize("at", [3, 5, 6, 9, 12])
+def test_a_loop_over_epochs_goes_back_within_and_across_epochs(tmp_path: Path, at: int) -> None:
+    right = epochs_of(tmp_path / "right", lambda *_: None)
+
+    def act(checkpointer: Any, step: int) -> None:
+        if step == at and checkpointer.rewinds < 2:
+            checkpointer.rewind(None if checkpointer.rewinds else max(2, at - 5))
+
+    assert epochs_of(tmp_path / "run", act) == right
+    assert len(right[0]) == 15
+
+
+def test_a_loop_of_its_own_goes_back(tmp_path: Path) -> None:
+    right = undisturbed()
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=5) as checkpointer:
+        batches = training.batches()
+        while checkpointer.step < STEPS:
+            with checkpointer.training_step() as step:
+                training.train(step, next(batches))
+                if step == 13 and not checkpointer.rewinds:
+                    checkpointer.rewind()
+            if step == 17 and checkpointer.rewinds == 1:
+                checkpointer.rewind()
+        checkpointer.save()
+    assert training.rows == right.rows
+    assert training.bits() == right.bits()
+
+
+def test_a_rewind_without_a_save_is_refused(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state) as checkpointer:
+        with pytest.raises(CkptError) as early:
+            checkpointer.rewind()
+        batches = training.batches()
+        for step in checkpointer.steps(6):
+            training.train(step, next(batches))
+            if step == 2:
+                with pytest.raises(CkptError) as nothing:
+                    checkpointer.rewind()
+            if step == 4:
+                checkpointer.save()
+            if step == 5:
+                with pytest.raises(CkptError) as before:
+                    checkpointer.rewind(to=4)
+                with pytest.raises(CkptError) as unknown:
+                    checkpointer.rewind("step-1")
+    assert early.value.code == Code.ARGUMENT
+    assert nothing.value.code == before.value.code == Code.NOT_COMMITTED
+    assert unknown.value.code == Code.NOT_COMMITTED
+    assert "save()" in str(nothing.value)
+
+
+def test_a_skip_without_a_sampler_is_refused(tmp_path: Path) -> None:
+    with contextlib.suppress(StopIteration):
+        epochs_of(tmp_path, refuse_skip)
+
+
+def refuse_skip(checkpointer: Any, step: int) -> None:
+    if step == 4:
+        with pytest.raises(CkptError) as refused:
+            checkpointer.rewind(skip=True)
+        assert refused.value.code == Code.ARGUMENT
+        assert "ckptfmt.Sampler" in str(refused.value)
+
+
+def test_a_save_in_a_cache_alone_is_gone_back_to(tmp_path: Path) -> None:
+    """The newest save isn't at home yet: its contents come from memory, and its files go home."""
+    training = Training()
+    right = undisturbed()
+    cache = ckptfmt.Cache(tmp_path / "cache", upload_every=3)
+    with ckptfmt.Checkpointer(
+        tmp_path / "run", training.state, every=4, copies=[cache]
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step in (9, 18) and checkpointer.rewinds < 2:
+                report = checkpointer.rewind()
+                assert (report.step, report.reads.read_nbytes) == (8 if step == 9 else 16, 0)
+    assert training.rows == right.rows
+    assert training.bits() == right.bits()
+
+
+def test_the_ledger_has_the_launches_of_rewinds(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=4, ledger=True) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(12):
+            training.train(step, next(batches))
+            if step in (6, 10) and checkpointer.rewinds < 2:
+                checkpointer.rewind()
+    launches = ckptfmt.Run(tmp_path).goodput().launches
+    assert [(one.launch, one.first_step, one.step) for one in launches] == [
+        (1, 0, 6), (2, 4, 10), (3, 8, 12),
+    ]  # fmt: skip
