@@ -42,7 +42,7 @@ def measure_rewind(
         checkpointer.restore_rng()
         checkpointer.end_step(1)
         saved = checkpointer.save()
-        assert saved is not None  # noqa: S101
+        assert saved is not None
         saved.wait_over(600)
         (checkpoint,) = path.glob("step-*")
         for number in range(rounds or _ROUNDS):

@@ -1047,9 +1047,7 @@ class Checkpointer:
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
 
-    def _load(
-        self, checkpoint: Checkpoint, state: State, memory: Memory | None = None
-    ) -> None:
+    def _load(self, checkpoint: Checkpoint, state: State, memory: Memory | None = None) -> None:
         self._load_report = load_once(
             state,
             checkpoint,

@@ -100,13 +100,17 @@ def take_launch(
     )
     if cache is None:
         reading: Store = store
-        told = _run_on_first(group, lambda: _begin(store, waited, resume, (), opened, trusted))
+        told = _run_on_first(
+            group, lambda: _begin(store, waited, resume, (), opened, trusted=trusted)
+        )
     else:
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
         finish.fetch(None if resume == "auto" else resume)
         reading = finish.reading()
-        told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened, trusted))
+        told = _run_on_first(
+            group, lambda: _begin(reading, waited, resume, names, opened, trusted=trusted)
+        )
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
     found = None if named is None else Reference(**named)
@@ -185,6 +189,7 @@ def _begin(
     resume: str,
     names: Sequence[str],
     opened: list[Checkpoint],
+    *,
     trusted: Collection[str],
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.

@@ -181,7 +181,7 @@ class Pace:
         return True
 
     def take_alarm(self, saved_step: int | None) -> str | None:
-        """Return the alarm after which the run goes back, and forget it; None without such an alarm.
+        """Return the alarm after which the run goes back, and forget the alarm; None without one.
 
         At most `_REWINDS` alarms for one save are returned, so that no training goes back for ever.
 

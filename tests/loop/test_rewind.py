@@ -72,11 +72,7 @@ class Training:
         return loss.item()
 
     def bits(self) -> list[bytes]:
-        moments = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-        ]
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.model.state_dict().values(), *moments]
         return [tensor.numpy().tobytes() for tensor in tensors] + [
             torch.get_rng_state().numpy().tobytes()
