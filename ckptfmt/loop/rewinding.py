@@ -1,4 +1,4 @@
-"""A rewind: the choice of the save to go back to, and the samples to leave out afterwards."""
+"""A rewind: the choice of the save, and the samples to leave out afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHERE: Final = "rewind()"
 
 
 def choose_save(store: Store, to: int | str | None) -> str:
-    """Return the value of `resume=` for a launch that goes back; on process 0 only.
+    """Return the value of `resume=` for a rewind; on process 0 only.
 
     Args:
         store: store rooted at the run.
@@ -53,7 +53,7 @@ def choose_save(store: Store, to: int | str | None) -> str:
 
 
 def can_skip(state: State) -> bool:
-    """Return whether the position in the data is that of samplers alone, which can leave out."""
+    """Return whether samplers, which can leave out samples, have the position in the data."""
     samplers, loaders = find_readers(state)
     return bool(samplers) and not loaders and not any(one.is_pipeline for one in samplers)
 
@@ -64,7 +64,7 @@ def find_ends(state: State, step: int, *, skip: bool) -> list[tuple[Sampler, int
     The samplers commit the step: their cursors are loaded afterwards.
 
     Args:
-        step: number of steps done, including a step that is under way.
+        step: number of steps done, with a step under way.
         skip: whether samples shall be left out.
 
     Raises: StateError(ARGUMENT) if `skip` is impossible.

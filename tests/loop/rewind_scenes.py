@@ -36,7 +36,7 @@ def _train(
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     sampler = ckptfmt.Sampler(64, global_batch=4, seed=2)
     inputs: Any = torch.randn(64, 4, generator=torch.Generator().manual_seed(5))
-    loader = torch.utils.data.DataLoader(inputs, batch_sampler=sampler)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(inputs, batch_sampler=sampler)
     state = ckptfmt.State(weights=net, optimizer=optimizer, data=sampler, config={})
     chance = random.Random(seed)  # the same on both processes
     rows: dict[int, str] = {}
