@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Self, SupportsFloat, Unpack
 
 from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
@@ -23,11 +23,19 @@ from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
 from ckptfmt.loading.load_report import LoadReport, claim_of_all
 from ckptfmt.loading.restore import load_once, mark_streams, restore_streams
-from ckptfmt.loop.launching import take_launch
+from ckptfmt.loop.launching import Taken, take_launch
 from ckptfmt.loop.loop import StepCount, make_meters, parse_every
 from ckptfmt.loop.pace import Pace
 from ckptfmt.loop.rehearsal import Account, Rehearsal
-from ckptfmt.loop.rewinding import can_skip, choose_save, find_ends
+from ckptfmt.loop.rewinding import (
+    REMADE,
+    can_skip,
+    check_reason,
+    choose_save,
+    drop_gradients,
+    have_fetched_ahead,
+    note_reaches,
+)
 from ckptfmt.loop.short_rehearsal import ShortRehearsal, keep_iterators
 from ckptfmt.loop.talking import Talk
 from ckptfmt.loop.uncounted import UnsavedWatch
@@ -227,6 +235,11 @@ class Checkpointer:
         self._is_whole = False
         self._has_begun = False
         self._is_prepared = False
+        self._is_closed = False
+        #: Whether iterators must be made anew between a rewind and the next step.
+        self._needs_iterators = False
+        #: Whether `epochs` goes back after the body of the epoch, and whether an alarm asks for it.
+        self._goes_back_later = self._must_go_back = False
         self.stopped = False
         self.rewinds = 0
 
@@ -280,6 +293,7 @@ class Checkpointer:
         self._close(quietly=False)
 
     def _close(self, *, quietly: bool) -> None:
+        self._is_closed = True
         self._pace.end()
         if not quietly:
             self._unsaved.tell_at_exit()
@@ -369,13 +383,7 @@ class Checkpointer:
                 where="state=",
                 remedy=remedy,
             )
-        if self._is_touched:
-            detail = (
-                "an earlier restore() failed: the live state is neither the checkpoint's nor"
-                " a fresh one"
-            )
-            remedy = "Correct the cause of the first error, and start the process again."
-            raise err(Code.ARGUMENT, detail, where="restore()", remedy=remedy)
+        self._refuse_partly_loaded()
         checkpoint = self.choose()
         if checkpoint is not None:
             self._is_touched = True
@@ -553,21 +561,27 @@ class Checkpointer:
         position.before_batch = functools.partial(self._before_batch, position)
         position.after_batch = self._count.begin_body
         position.before_epoch = self._before_epoch
+        self._goes_back_later = True
         try:
             while position.epoch < total and not self.stopped:
                 self._begin_itself()  # after a rewind, too
                 epoch = position.epoch
                 rewinds = self.rewinds
                 yield epoch
+                if self.rewinds != rewinds:
+                    # The rest of the body has run on the loaded state.
+                    assert self.launch is not None and self.launch.resume_from is not None  # noqa: PT018, S101
+                    self._go_back_to(self.launch.resume_from.name, reason=None)
+                    continue
+                if self._goes_back_now():
+                    continue
                 if self._has_stopped():
                     break
-                if self.rewinds != rewinds:
-                    continue
                 is_last = epoch + 1 == total
                 if self._count.is_under_way:
                     position.leave_epoch()
                     self._end_batch(is_last=is_last)
-                    if self.rewinds != rewinds:
+                    if self._goes_back_now():
                         continue
                 if position.epoch != epoch + 1:
                     raise err(
@@ -580,9 +594,23 @@ class Checkpointer:
                     )
         finally:
             position.before_batch = position.after_batch = position.before_epoch = None
-            self._count.is_under_way = False
+            self._count.is_under_way = self._goes_back_later = False
             self._pace.rest()
         self._pace.end()
+
+    def _goes_back_now(self) -> bool:
+        """Go back after an alarm within the epoch; return whether the run went back.
+
+        Otherwise the run is saved and stops.
+        """
+        if not self._must_go_back:
+            return False
+        self._must_go_back = False
+        if self._rewind_after_alarm():
+            return True
+        self.stopped = True
+        self._save_and_stop(None)
+        return False
 
     def _has_stopped(self) -> bool:
         return self.stopped
@@ -610,11 +638,8 @@ class Checkpointer:
             self._saves.unheld.end_batch()
             if position.is_at_end:
                 return True  # the rest of the epoch belongs to the last batch's step
-            rewinds = self.rewinds
             self._end_batch(is_last=False)
-            if self.rewinds != rewinds:
-                return False
-        if self.stopped:
+        if self.stopped or self._must_go_back:
             return False
         self._witness.begin_step(self.step, self._count.state)
         return True
@@ -697,7 +722,8 @@ class Checkpointer:
         if step == self.step:
             return None
         self.restore_rng()
-        return self._end_step(step, label=functools.partial(Labels.of, metrics, tags))
+        label = functools.partial(Labels.of, metrics, tags)
+        return self._end_step(step, label=label, can_go_back=False)
 
     def prepare(self) -> None:
         """Prepare saves: check the state, create and touch the slots, start the saver.
@@ -767,8 +793,14 @@ class Checkpointer:
         return handle
 
     def _end_step(
-        self, step: int, total: int | None = None, *, label: Callable[[], Labels] | None = None
+        self,
+        step: int,
+        total: int | None = None,
+        *,
+        label: Callable[[], Labels] | None = None,
+        can_go_back: bool = True,
     ) -> SaveHandle | None:
+        self._refuse_partly_loaded()
         more = self._tell(step)
         self._unsaved.note_counted(1 if more else 0)
         if self._rehearsal is not None and self._rehearsal.is_fatal(self.step):
@@ -789,9 +821,10 @@ class Checkpointer:
             or (self._rehearsal is not None and self._rehearsal.save_at == step)
         )
         is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
-        alarm = self._pace.take_alarm(self._saved_step)
-        if alarm is not None:
-            self._rewind_after(alarm)
+        if self._goes_back_later and self._pace.asks_rewind:
+            self._must_go_back = True
+            return None
+        if can_go_back and self._rewind_after_alarm():
             return None
         self.stopped |= self._pace.stopped
         label, to_home = requested or (label, False)
@@ -923,14 +956,16 @@ class Checkpointer:
         """Go back to an earlier save in these processes, as the next launch of the run.
 
         Every process calls this method at the same step. The call waits for the saves in flight,
-        records the next launch, and loads the save into the live objects as `restore` does. Tensors
-        come from the memory of the slots, if the save is still there, and else from the cache or
-        the run. The RNG streams are put back when the next step begins, or by `restore_rng`.
+        records the next launch, and loads the save into the live objects as `restore` does.
+        Gradients are dropped. Tensors come from the memory of the slots, if the save is still
+        there, and else from the cache or the run. The RNG streams are put back when the next step
+        begins, or by `restore_rng`. An alarm of `Stop.triggers` is forgotten.
 
         Within the body of `steps`, `epochs` or `training_step` the step isn't counted: leave the
-        body at once, by ``continue`` or ``break``. `steps` and `epochs` go on from the save. Make
-        the iterators of loaders anew after a rewind; the iterators of a `Sampler` in a loader
-        without worker processes go on by themselves.
+        body at once, by ``continue`` or ``break``. `steps` and `epochs` go on from the save. The
+        iterators of a `Sampler` in a loader without worker processes go on by themselves. Make all
+        other iterators anew directly after the call, before the next step begins: making an
+        iterator draws random numbers.
 
         Args:
             to: the number of steps to go back to, or less: the newest such save is taken; or the
@@ -941,88 +976,125 @@ class Checkpointer:
 
         Returns: the report of the load.
         Raises: IntegrityError(NOT_COMMITTED) if there is no save to go back to;
-            CommitError(SAVE_PENDING); StateError(ARGUMENT) before the first step, or if `skip` has
-            no sampler; as `restore`. After an error of the load the state is partly loaded, and
-            the checkpointer saves it no more.
+            CommitError(SAVE_PENDING); FencedError(FENCED) if a newer launch owns the run;
+            StateError(ARGUMENT) before the first step, and for arguments that are wrong, or differ
+            between the processes; as `restore`. After an error of the load the state is partly
+            loaded, and the checkpointer refuses to save it.
         Spec: REQ-RUN-012.
         """
-        if not (self._has_begun or self.rewinds):
+        self._go_back_to(to, reason=check_reason(reason) if skip else None)
+        self.rewinds += 1
+        assert self._load_report is not None  # noqa: S101
+        return self._load_report
+
+    def _go_back_to(self, to: int | str | None, *, reason: str | None) -> None:
+        """Go back to a save, and leave out the samples since the save if there is a reason."""
+        self._refuse_partly_loaded()
+        if not (self._has_begun or self.rewinds) or self._is_closed:
+            what = "the checkpointer is closed" if self._is_closed else "no step has begun"
             remedy = "restore() and steps() resume; call rewind() in a step, or after one."
-            raise err(Code.ARGUMENT, "no step has begun", where="rewind()", remedy=remedy)
-        state = self._count.state
-        done = self.step
-        is_under_way = self._count.is_under_way
+            raise err(Code.ARGUMENT, what, where="rewind()", remedy=remedy)
+        assert self.launch is not None  # noqa: S101
         group = self._group
+        state = self._count.state
+        self._pace.rest()
         snapshots = group.together(
             lambda: self._saves.snapshots(self._pace.rest_s(self._deadline_s))
         )
         resume = group.run_on_first(lambda: choose_save(self._store, to))
-        ends = group.together(lambda: find_ends(state, done + is_under_way, skip=skip))
-        told = group.all_gather(sorted(snapshots))
-        trusted = set.intersection(*map(set, told))
-        self._pace.rest()
-        self._end_witness()
-        with contextlib.ExitStack() as stack:
-            if all(sampler.can_go_back for sampler in find_samplers(state)):
-                stack.enter_context(keep_iterators(state))
-            self._restored = False
-            self._is_touched = True
-            self._load_again(resume, trusted, snapshots)
-        for sampler, end in ends:
-            if skip and sampler.position < end:
-                positions = (sampler.position, end)
-                sampler.skip(positions=positions, policy="shift", reason=reason)
-        if is_under_way:
-            self._count.end_body()
-        self.rewinds += 1
-        self._restored = True
-        assert self._load_report is not None  # noqa: S101
-        return self._load_report
-
-    def _end_witness(self) -> None:
-        """End the records of this launch; the next launch has records of its own."""
-        ended = self._witness
-        ended.close()
-        self._saves.take_reports(list(ended.reports))
-        self._witness = self._make_witness()
-
-    def _load_again(
-        self, resume: str, trusted: Collection[str], snapshots: Mapping[str, Memory]
-    ) -> None:
-        """Begin the next launch, and load its checkpoint into the live state."""
-        assert self.launch is not None  # noqa: S101
-        before = self.launch.launch
-        done = self.step
+        step = self.step + self._count.is_under_way
+        samplers = list(find_samplers(state))
+        keeps = not have_fetched_ahead(samplers, step)
+        mine = {
+            "step": step,
+            "to": repr(to),
+            "skips": reason is not None,
+            "attempts": sorted(name for name, (_, is_whole) in snapshots.items() if is_whole),
+        }
+        told = group.all_gather(mine)
+        if any({**theirs, "attempts": None} != {**mine, "attempts": None} for theirs in told):
+            detail = "the processes go back at different steps, or by different arguments"
+            raise err(Code.WRITERS_DIVERGED, detail, where="rewind()")
+        reaches = group.together(lambda: note_reaches(state, step, skip=reason is not None))
         taken = take_launch(
             self._store,
-            self._group,
+            group,
             resume=resume,
             writer_features=self._writer_features,
             deadline_s=self._deadline_s,
             cache=self._cache,
-            trusted=trusted,
+            trusted=set.intersection(*(set(theirs["attempts"]) for theirs in told)),
+            after=self.launch.launch,
         )
+        with contextlib.ExitStack() as stack:
+            if keeps:
+                stack.enter_context(keep_iterators(state))
+            self._load_taken(taken, {name: memory for name, (memory, _) in snapshots.items()})
+        for reach in reaches:
+            reach.renew(reason)
+        self._needs_iterators = not keeps
+        if self._count.is_under_way:
+            self._count.end_body()
+        self._restored = True
+
+    def _load_taken(self, taken: Taken, snapshots: Mapping[str, Memory]) -> None:
+        """Go on as a launch that these processes have begun, from its checkpoint."""
+        assert self.launch is not None and taken.checkpoint is not None  # noqa: PT018, S101
         checkpoint = taken.checkpoint
-        assert checkpoint is not None  # noqa: S101
-        self.launch = taken.launch
-        self._run = taken.run
+        state = self._count.state
+        self._talk.say("launch %d goes back from step %d", self.launch.launch, self.step)
+        ended = self._witness
+        ended.close()
+        self._saves.take_reports(list(ended.reports))
+        self._witness = self._make_witness()
+        self._pace.meters.note_rewind(self._store, taken, self.step)
+        self._pace.forget_alarm()
+        self.stopped = self._pace.stopped
         if self._checkpoint is not None:  # no step has begun since the last rewind
             self._checkpoint.close()
+        self.launch = taken.launch
+        self._run = taken.run
         self._checkpoint = checkpoint
         self.passed_over += taken.passed_over
         self._saves.take_reports(taken.reports)
-        self._pace.meters.note_rewind(self._store, taken, done)
-        self._talk.say("launch %d goes back from step %d", before, done)
-        self._load(checkpoint, self._count.state, snapshots.get(checkpoint.manifest.origin.attempt))
-        self._has_begun = False
+        self._restored = self._has_begun = False
+        self._is_touched = True
         self._handle = None
         self._requested = None
+        drop_gradients(state)
+        memory = snapshots.get(checkpoint.manifest.origin.attempt)
+        self._load(checkpoint, state, memory, goes_back=True)
         self._pace.note_save()
         self._pace.meters.note_restored()
 
-    def _rewind_after(self, alarm: str) -> None:
-        """Go back after an alarm, and leave out the samples since the save if samplers allow."""
-        self.rewind(skip=can_skip(self._count.state), reason=alarm)
+    def _rewind_after_alarm(self) -> bool:
+        """Go back after an alarm, if the triggers ask for it; return whether the run went back.
+
+        Samples are left out if the samplers can. Without a save to go back to, the run stops.
+        """
+        alarm = self._pace.find_alarm(self._saved_step)
+        if alarm is None:
+            return False
+        reason = alarm if can_skip(self._count.state) else None
+        try:
+            self._go_back_to(None, reason=reason)
+        except CkptError as error:
+            if error.code != Code.NOT_COMMITTED:
+                raise
+            self._talk.say("no save to go back to: %s", error.detail, level=logging.WARNING)
+            return False
+        self.rewinds += 1
+        return True
+
+    def _refuse_partly_loaded(self) -> None:
+        """Raise StateError(ARGUMENT) if an earlier load into the live state has failed."""
+        if self._is_touched and not self._restored:
+            detail = (
+                "an earlier restore() or rewind() failed: the live state is neither the"
+                " checkpoint's nor a fresh one"
+            )
+            remedy = "Correct the cause of the first error, and start the process again."
+            raise err(Code.ARGUMENT, detail, where="restore()", remedy=remedy)
 
     def _take_launch(self) -> None:
         cache = self._cache
@@ -1047,7 +1119,14 @@ class Checkpointer:
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
 
-    def _load(self, checkpoint: Checkpoint, state: State, memory: Memory | None = None) -> None:
+    def _load(
+        self,
+        checkpoint: Checkpoint,
+        state: State,
+        memory: Memory | None = None,
+        *,
+        goes_back: bool = False,
+    ) -> None:
         self._load_report = load_once(
             state,
             checkpoint,
@@ -1056,6 +1135,7 @@ class Checkpointer:
             streams=False,
             share=self._share,
             memory=memory,
+            goes_back=goes_back,
         )
         carry_init(checkpoint, state, self._group)
         self._go_to(checkpoint, state)
@@ -1112,6 +1192,9 @@ class Checkpointer:
         self._count.is_streamless = False
         assert self._load_report is not None  # noqa: S101
         # State outside of `State` isn't restored from any checkpoint: it lowers the claim.
+        if self._needs_iterators and not all(one.has_iterators for one in find_samplers(state)):
+            found = (*found, REMADE)
+        self._needs_iterators = False
         found = (*drawn, *found, *self._saves.unsaved)
         self._load_report = claim_of_all(self._load_report.with_streams(found), self._group)
         assert self.launch is not None  # noqa: S101

@@ -343,6 +343,8 @@ class LoadPlan:
         rename: the translation of live names; see `ckptfmt.adapters.load_plan.Renaming`.
         override: patterns of names that keep their live values; see
             `ckptfmt.adapters.load_plan.Only`.
+        goes_back: whether the live state is a later state of the same training: optimizer state
+            missing in the checkpoint is dropped.
 
     Attributes:
         only: the selection of saved names.
@@ -371,8 +373,10 @@ class LoadPlan:
         only: Patterns = None,
         rename: Rename = None,
         override: Patterns = (),
+        goes_back: bool = False,
     ) -> None:
         check_allow(allow)
+        self.goes_back = goes_back
         self.checkpoint = checkpoint
         self.worker = worker
         self.worker_count = worker_count

@@ -367,12 +367,32 @@ class Sampler:
             for one in self._progress.fetches
         )
 
+    def has_fetched_ahead(self, step: int) -> bool:
+        """Return whether a live iterator has handed out more than the batches of `step` steps."""
+        size = self._micro_batches
+        return self.is_pipeline or any(
+            one.primed > 0
+            or not one.threads <= {threading.get_ident()}
+            or one.taken > (step - one.first_step) * size
+            for one in self._progress.fetches
+        )
+
+    @property
+    def has_iterators(self) -> bool:
+        """Whether an iterator of this cursor has handed out a batch."""
+        return bool(self._progress.fetches)
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """The skips of the cursor, in the order of their calls."""
+        return self._skips
+
     @contextlib.contextmanager
     def keep_iterators(self) -> Iterator[None]:
         """Let live iterators continue from a cursor that is loaded within the context.
 
-        Without this context such iterators raise an error. Requires `can_go_back`: batches that
-        were handed out ahead can't be taken back.
+        Without this context such iterators raise an error. Requires that no batch was handed out
+        ahead of the steps: such batches can't be taken back.
         """
         kept = list(self._progress.fetches)
         before = self._progress
@@ -604,14 +624,18 @@ class Sampler:
         else:
             ids = tuple(sorted({int(sample) for sample in samples or ()}))
             skip = SampleSkip(policy=policy, from_pos=begin, reason=reason, source=name, ids=ids)
-        if any(_says_the_same(known, skip) for known in self._skips):
-            return
-        if begin < self.position:
+        if begin < self.position and not any(_says_the_same(known, skip) for known in self._skips):
             detail = (
                 f"the skip begins at position {begin}, and {self.position} positions are"
                 " consumed already"
             )
             raise err(Code.ARGUMENT, detail, requirement="REQ-CUR-020")
+        self.add_skip(skip)
+
+    def add_skip(self, skip: Skip) -> None:
+        """Add a skip that begins at no consumed position, unless the cursor has the skip."""
+        if any(_says_the_same(known, skip) for known in self._skips):
+            return
         self._course = self._try_course((*self._skips, skip))
         self._skips = (*self._skips, skip)
         self._loaded = None
@@ -619,7 +643,7 @@ class Sampler:
         if self._tickets is not None:
             self._tickets.forget_ready()
             return
-        if begin < self._position_of(self._progress.steps_fetched):
+        if skip.begin < self._position_of(self._progress.steps_fetched):
             self._progress = dataclasses.replace(
                 self._progress, steps_fetched=self.steps_done, fetches=[], serving=None, moved=[]
             )

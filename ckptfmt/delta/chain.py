@@ -93,7 +93,7 @@ class Chain:
             del self._written[next(iter(self._written))]
         image, held = self._in_slots.pop(snapped.slot, (None, None))
         held = held if image is snapped.image else None
-        plan, base = self._plan(snapped, options)
+        plan, base = self._plan(snapped, options, origin.launch)
         if options.mode == "smallest":
             self._start_coders(snapped.image)  # this mode encodes every delta
         if (fields := plan.fields) is not None and base is not None:
@@ -159,13 +159,17 @@ class Chain:
             self._last.manifest = manifest
             self._written = {later: self._written[later] for later in behind}
 
-    def _plan(self, snapped: Snapped, options: DeltaOptions) -> tuple[SavePlan, Base | None]:
+    def _plan(
+        self, snapped: Snapped, options: DeltaOptions, launch: int | None
+    ) -> tuple[SavePlan, Base | None]:
         last = self._last
         if last is None or last.manifest is None or last.snapped.image is not snapped.image:
             return plan_save(options, self.history, base_reference_count=None), None
         origin = last.manifest.origin
         is_taken = last.snapped.slot == snapped.slot
-        if origin.launch is None:  # outside a run, any base may be deleted
+        # Outside a run, any base may be deleted. A base of another launch may be a save of steps
+        # that a rewind has abandoned.
+        if origin.launch is None or origin.launch != launch:
             return plan_save(options, self.history, base_reference_count=None), None
         base = Base(
             reference=Reference(

@@ -71,6 +71,7 @@ def load_once(
     override: Patterns = (),
     share: bool = False,
     memory: Memory | None = None,
+    goes_back: bool = False,
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
@@ -91,6 +92,7 @@ def load_once(
         override: patterns of live names to leave unchanged.
         share: whether one process reads data for several processes, and sends the data to them.
         memory: see `Checkpoint.plan_reading`.
+        goes_back: see `LoadPlan`.
 
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different
         checkpoints; StateError(PEER_FAILED) if another process refused; ReplacedError on all
@@ -107,6 +109,7 @@ def load_once(
             only=only,
             rename=rename,
             override=override,
+            goes_back=goes_back,
         )
         restoration = plan_restore(state, plan, strict=strict)
         untaken = restoration.list_untaken()

@@ -76,6 +76,7 @@ def take_launch(
     deadline_s: float,
     cache: Cache | None,
     trusted: Collection[str] = (),
+    after: int | None = None,
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
 
@@ -87,6 +88,7 @@ def take_launch(
             savers for half of this time.
         cache: cache of this node; None if no process has a cache.
         trusted: attempts whose contents all processes have in memory.
+        after: number of the launch of these processes that goes back; None for a start.
 
     Raises: as `Checkpointer.choose`.
     Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
@@ -98,19 +100,19 @@ def take_launch(
     waited = _run_on_first(
         group, lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s)
     )
+
+    def begin(place: Store, names: Sequence[str]) -> dict[str, Any]:
+        return _begin(place, waited, resume, names, opened, trusted=trusted, after=after)
+
     if cache is None:
         reading: Store = store
-        told = _run_on_first(
-            group, lambda: _begin(store, waited, resume, (), opened, trusted=trusted)
-        )
+        told = _run_on_first(group, lambda: begin(store, ()))
     else:
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
         finish.fetch(None if resume == "auto" else resume)
         reading = finish.reading()
-        told = _run_on_first(
-            group, lambda: _begin(reading, waited, resume, names, opened, trusted=trusted)
-        )
+        told = _run_on_first(group, lambda: begin(reading, names))
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
     found = None if named is None else Reference(**named)
@@ -191,13 +193,14 @@ def _begin(
     opened: list[Checkpoint],
     *,
     trusted: Collection[str],
+    after: int | None,
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
         names: names of the checkpoints with files in caches.
         opened: list to which the chosen open checkpoint is added.
-        trusted: see `take_launch`.
+        trusted, after: see `take_launch`.
     """
     passed_over: list[str] = waited["passed_over"]
 
@@ -214,6 +217,7 @@ def _begin(
         fresh=resume == "fresh",
         on_passed_over=note,
         trusted=trusted,
+        after=after,
     )
     if checkpoint is not None:
         opened.append(checkpoint)

@@ -304,7 +304,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Install the handlers. Raises: StateError(ARGUMENT) outside of the main thread."""
-        if not self._numbers or self._previous:
+        if not self._numbers or self._previous or self.first_s is not None:
             return
         if threading.current_thread() is not threading.main_thread():
             raise err(

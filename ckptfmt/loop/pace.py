@@ -180,32 +180,36 @@ class Pace:
             raise err(Code.ALARM, self.alarm, where="Triggers(action='back')")
         return True
 
-    def take_alarm(self, saved_step: int | None) -> str | None:
-        """Return the alarm after which the run goes back, and forget the alarm; None without one.
+    @property
+    def asks_rewind(self) -> bool:
+        """Whether there is an alarm after which the run goes back."""
+        triggers = self._triggers
+        return self.is_suspect and triggers is not None and triggers.action == "rewind"
+
+    def find_alarm(self, saved_step: int | None) -> str | None:
+        """Return the alarm after which the run goes back; None without such an alarm.
 
         At most `_REWINDS` alarms for one save are returned, so that no training goes back for ever.
 
         Args:
             saved_step: the step of the save to which the run goes back; None if there is none.
         """
-        alarm = self.alarm
-        if (
-            alarm is None
-            or saved_step is None
-            or not self.is_suspect
-            or self._triggers is None
-            or self._triggers.action != "rewind"
-        ):
+        if saved_step is None or not self.asks_rewind:
             return None
         step, count = self._rewinds
-        count = count + 1 if step == saved_step else 1
-        if count > _REWINDS:
-            return None
-        self._rewinds = saved_step, count
+        self._rewinds = saved_step, count + 1 if step == saved_step else 1
+        return self.alarm if self._rewinds[1] <= _REWINDS else None
+
+    def forget_alarm(self) -> None:
+        """Forget the alarm and the numbers of the triggers: an earlier state is live again.
+
+        A signal to stop stays in force.
+        """
         self.alarm = None
-        self.is_suspect = self.stopped = False
-        self._triggers.forget()
-        return alarm
+        self.is_suspect = False
+        self.stopped = self.signals.first_s is not None
+        if self._triggers is not None:
+            self._triggers.forget()
 
     def doubt(self, label: Callable[[], Labels] | None) -> Callable[[], Labels] | None:
         """Return a function for the labels of a save, which marks the save suspect after an alarm.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final, Self
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.data_loaders import find_readers
+from ckptfmt.adapters.live import walk
+from ckptfmt.data.cursor_map import PosSkip, Skip
 from ckptfmt.data.sampler import Sampler
+from ckptfmt.documents.canonical import fit_string
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches, read_known_run
@@ -14,6 +20,13 @@ from ckptfmt.state import State
 from ckptfmt.store.protocol import Store
 
 _WHERE: Final = "rewind()"
+#: The maximum length of a reason, in characters.
+_REASON_LENGTH: Final = 500
+#: The reason for a lower claim if the iterators of a sampler weren't made anew in time.
+REMADE: Final = (
+    "the iterators of the loader have fetched batches ahead, and weren't made anew between the"
+    " rewind and the next step, so that a new iterator draws random numbers of the step"
+)
 
 
 def choose_save(store: Store, to: int | str | None) -> str:
@@ -25,13 +38,22 @@ def choose_save(store: Store, to: int | str | None) -> str:
 
     Raises: IntegrityError(NOT_COMMITTED) if the run has no such save; StateError(ARGUMENT).
     """
-    if isinstance(to, str):
-        return to
-    if to is not None and (isinstance(to, bool) or not hasattr(to, "__index__")):
+    is_step = hasattr(to, "__index__") and not isinstance(to, bool)
+    if not (to is None or is_step or isinstance(to, str)) or to in ("auto", "fresh"):
         detail = f"to={to!r} is neither a number of steps nor the name of a checkpoint"
         raise err(Code.ARGUMENT, detail, where=_WHERE, remedy="Pass rewind(to=100), or no to=.")
     run = read_known_run(store)
     entries = list_checkpoints(store, run, with_labels=False)
+    if isinstance(to, str):
+        named = (entry for entry in entries if entry.manifest is not None)
+        if any(to in (one.name, one.manifest.digest) for one in named if one.manifest):
+            return to
+        raise err(
+            Code.NOT_COMMITTED,
+            f"the run has no committed checkpoint of the name or digest {to!r}",
+            where=store.name,
+            remedy="`ckptfmt ls` lists the checkpoints of a run.",
+        )
     saved = [
         entry
         for entry in iter_lineage(list_launches(store, run), entries)
@@ -58,10 +80,51 @@ def can_skip(state: State) -> bool:
     return bool(samplers) and not loaders and not any(one.is_pipeline for one in samplers)
 
 
-def find_ends(state: State, step: int, *, skip: bool) -> list[tuple[Sampler, int]]:
-    """Return the samplers of a state, each with its position after a step.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """The consumed positions and the skips of a sampler before its cursor goes back.
 
-    The samplers commit the step: their cursors are loaded afterwards.
+    Attributes:
+        end: the position after the last step, with a step under way.
+        skips: the skips of the cursor.
+    """
+
+    sampler: Sampler
+    end: int
+    skips: tuple[Skip, ...]
+
+    @classmethod
+    def of(cls, sampler: Sampler, step: int) -> Self:
+        """Return the reach of a sampler, which commits the step: the cursor is loaded afterwards.
+
+        Args:
+            step: number of steps done, with a step under way.
+        """
+        sampler.commit(step)
+        return cls(sampler, sampler.position, sampler.skips)
+
+    def renew(self, reason: str | None) -> None:
+        """Add skips that are newer than the loaded cursor, and leave out the positions since then.
+
+        Args:
+            reason: reason for leaving out the positions; None to leave out no more.
+        """
+        sampler = self.sampler
+        begin = sampler.position
+        end = self.end
+        newer = [skip for skip in self.skips if skip not in sampler.skips]
+        for skip in sorted(newer, key=lambda skip: skip.begin):
+            is_within = reason is not None and skip.begin <= end
+            if is_within and isinstance(skip, PosSkip) and skip.policy == "shift":
+                end += skip.range[1] - skip.range[0]  # the loaded cursor counts these positions
+            else:
+                sampler.add_skip(skip)
+        if reason is not None and begin < end:
+            sampler.skip(positions=(begin, end), policy="shift", reason=reason)
+
+
+def note_reaches(state: State, step: int, *, skip: bool) -> list[Reach]:
+    """Return the reach of each sampler of a state.
 
     Args:
         step: number of steps done, with a step under way.
@@ -77,7 +140,26 @@ def find_ends(state: State, step: int, *, skip: bool) -> list[tuple[Sampler, int
             where=_WHERE,
             remedy="Call rewind() without skip=True; or give State(data=ckptfmt.Sampler(...)).",
         )
-    samplers = [one for one in find_readers(state)[0] if not one.is_pipeline]
-    for sampler in samplers:
-        sampler.commit(step)
-    return [(sampler, sampler.position) for sampler in samplers]
+    samplers = find_readers(state)[0]
+    return [Reach.of(one, step) for one in samplers if not one.is_pipeline]
+
+
+def drop_gradients(state: State) -> None:
+    """Drop the gradients of a state's torch parameters, as in a new process."""
+    side: Any = torch_side()
+    for unit in () if side is None else walk(state, worker=0):
+        for parameter in side.list_parameters(unit.value):
+            parameter.grad = None
+
+
+def check_reason(reason: object) -> str:
+    """Return a reason as a text for a cursor. Raises: StateError(ARGUMENT)."""
+    if not isinstance(reason, str):
+        detail = f"reason={reason!r} isn't a text"
+        raise err(Code.ARGUMENT, detail, where=_WHERE, remedy='Pass a text, such as "spike".')
+    return fit_string(" ".join(reason.split()), _REASON_LENGTH)
+
+
+def have_fetched_ahead(samplers: Iterable[Sampler], step: int) -> bool:
+    """Return whether any iterator of some samplers has batches of steps after the first `step`."""
+    return any(sampler.has_fetched_ahead(step) for sampler in samplers)

@@ -60,7 +60,8 @@ class Triggers:
             restarts the job from the last good checkpoint. "rewind": after an alarm, go back to the
             newest save in the same processes, leave out the samples of the steps since then, and
             go on; see `Checkpointer.rewind`. The fourth alarm after one save is handled as by
-            "save", and so is a notice from outside.
+            "save", and so are a notice from outside, and each alarm in a loop that counts with
+            `end_step`.
         norm_factor: a gradient norm above this multiple of the average of earlier norms is an
             alarm; None for no such alarm.
         norm_count: number of norms in that average. With fewer than ten norms none is compared.

@@ -533,6 +533,7 @@ def begin_launch(
     on_passed_over: Callable[[str], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
     trusted: Container[str] = (),
+    after: int | None = None,
 ) -> tuple[Launch, Checkpoint | None]:
     """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
 
@@ -543,15 +544,18 @@ def begin_launch(
         on_progress: called with the number of bytes just checked.
         trusted: attempts whose contents all processes of the launch have in memory; only their
             documents are checked. Spec: REQ-RUN-012.
+        after: number of the launch that goes back, and must still own the run; None for a start.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
         the caller to load and close. None instead of a checkpoint after a fresh start.
-    Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED, CHECKPOINT_RETIRED);
-        CommitError(CHECKPOINT_CONDEMNED) where a cleaner may retire the checkpoint chosen by hand;
-        StoreError; FormatError.
+    Raises: FencedError(FENCED); IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED,
+        CHECKPOINT_RETIRED); CommitError(CHECKPOINT_CONDEMNED) where a cleaner may retire the
+        checkpoint chosen by hand; StoreError; FormatError.
     Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-012, REQ-RUN-013.
     """
     while True:
+        if after is not None:
+            check_not_fenced(store, after)
         launches = list_launches(store, run)
         entries = list_checkpoints(store, run, with_labels=False)
         checkpoint: Checkpoint | None = None

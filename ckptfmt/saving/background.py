@@ -448,15 +448,19 @@ class Background:
         )
         return save, place
 
-    def snapshots(self) -> dict[str, Memory]:
+    def snapshots(self) -> dict[str, tuple[Memory, bool]]:
         """Return the snapshots in slots that no save uses any more, by the name of the attempt.
 
-        A snapshot is in memory until the next save begins.
+        A snapshot is in memory until the next save begins. The second value says whether the
+        snapshot has all boxes of this process, those written by other processes included.
         """
         with self._lock:
             places = [place for place in self._places if place.handle is None and place.was_written]
         return {
-            place.attempt: _snapshot(place.image, place.slot.view)
+            place.attempt: (
+                _snapshot(place.image, place.slot.view),
+                len(place.image.rows) == len(place.image.holdings.replica),
+            )
             for place in places
             if place.image is not None
         }

@@ -632,13 +632,13 @@ class Saves:
             guard.begin_probation(sources, image, view)
         return now, later
 
-    def snapshots(self, timeout_s: float) -> dict[str, Memory]:
+    def snapshots(self, timeout_s: float) -> dict[str, tuple[Memory, bool]]:
         """Wait for the saves in flight, and return the snapshots in memory, before a load.
 
         Args:
             timeout_s: longest wait in seconds.
 
-        Returns: the snapshots by the name of the attempt, until the next save begins.
+        Returns: as `Background.snapshots`.
         Raises: CommitError(SAVE_PENDING).
         """
         background = self._background

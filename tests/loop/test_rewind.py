@@ -94,7 +94,9 @@ def undisturbed(**options: Any) -> Training:
 
 
 @pytest.mark.parametrize("saving", SAVINGS.values(), ids=SAVINGS.keys())
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(2, 42))]
+)
 def test_rewinds_at_any_time_end_in_the_bits_of_the_undisturbed_run(
     tmp_path: Path, saving: ckptfmt.Saving, seed: int
 ) -> None:
@@ -349,3 +351,278 @@ def test_the_ledger_has_the_launches_of_rewinds(tmp_path: Path) -> None:
     entries, _ = read_entries(store, read_known_run(store))
     found = [(entry.launch, entry.first_step, entry.step) for entry in entries.values()]
     assert found == [(1, 0, 6), (2, 4, 10), (3, 8, 12)]
+
+
+# --- found by a review ----------------------------------------------------------------------------
+
+
+def run_steps(
+    place: Any, act: Callable[[Any, Training, int], None], *, steps: int = 14, **options: Any
+) -> tuple[Training, Any]:
+    """Train, with a call in the body of each step; a body that went back is left at once."""
+    training = Training()
+    with ckptfmt.Checkpointer(place, training.state, every=4, **options) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(steps):
+            rewinds = checkpointer.rewinds
+            training.train(step, next(batches))
+            act(checkpointer, training, step)
+            if checkpointer.rewinds != rewinds:
+                continue
+    return training, checkpointer
+
+
+def rows_of(count: int) -> dict[int, Any]:
+    return {step: row for step, row in undisturbed().rows.items() if step < count}
+
+
+def test_gradients_are_dropped(tmp_path: Path) -> None:
+    def act(checkpointer: Any, training: Training, step: int) -> None:
+        if (step, checkpointer.rewinds) == (9, 0):
+            training.model(torch.full((4, 4), float("nan"))).sum().backward()
+            checkpointer.rewind()
+
+    training, _ = run_steps(tmp_path, act)
+    assert training.rows == rows_of(14)
+
+
+def test_the_rest_of_an_epochs_body_changes_nothing(tmp_path: Path) -> None:
+    """A scheduler that makes a step after each epoch makes none for an epoch that was left."""
+
+    def train(place: Path, at: int | None, *, alarms: bool) -> list[Any]:
+        torch.manual_seed(1)
+        inputs: Any = torch.arange(10.0).reshape(-1, 1)
+        loader = torch.utils.data.DataLoader(inputs, batch_size=2, shuffle=True)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        state = ckptfmt.State(
+            weights=model, optimizer=optimizer, data=loader, config={}, extra={"s": scheduler}
+        )
+        triggers = ckptfmt.Triggers("rewind")
+        rows: dict[int, Any] = {}
+        with ckptfmt.Checkpointer(
+            place, state, every=2, stop=ckptfmt.Stop(triggers=triggers)
+        ) as checkpointer:
+            for epoch in checkpointer.epochs(3):
+                for batch in loader:
+                    loss = model(batch).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    step = checkpointer.step
+                    rows[step] = (epoch, loss.item().hex(), scheduler.get_last_lr())
+                    is_now = step == at and not checkpointer.rewinds
+                    triggers.feed(loss=float("nan") if is_now and alarms else 1.0)
+                    if is_now and not alarms:
+                        checkpointer.rewind()
+                        checkpointer.rewind()  # a second time, from nowhere
+                scheduler.step()
+            assert checkpointer.rewinds == (0 if at is None else 1 if alarms else 2)
+            report = checkpointer.load_report
+            assert report is None or (report.claim, report.refuted_by) == ("T1", None)
+        return [rows[step] for step in sorted(rows)]
+
+    right = train(tmp_path / "right", None, alarms=False)
+    for at in (3, 6, 9, 12, 14):
+        assert train(tmp_path / f"by hand {at}", at, alarms=False) == right, at
+        assert train(tmp_path / f"alarm {at}", at, alarms=True) == right, at
+
+
+def test_a_load_that_fails_leaves_nothing_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptfmt import checkpointer as module  # noqa: PLC0415
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("in the middle of the load")
+
+    def act(checkpointer: Any, _training: Training, step: int) -> None:
+        if step == 9:
+            monkeypatch.setattr(module, "load_once", fail)
+            with pytest.raises(RuntimeError):
+                checkpointer.rewind()
+            monkeypatch.undo()
+
+    with pytest.raises(CkptError, match="neither the checkpoint's") as refused:
+        run_steps(tmp_path, act)
+    assert refused.value.code == Code.ARGUMENT
+    with ckptfmt.Checkpointer(tmp_path, Training().state) as checkpointer:
+        assert checkpointer.step == 8
+
+
+def test_a_launch_that_was_overtaken_doesnt_go_back(tmp_path: Path) -> None:
+    def act(checkpointer: Any, _training: Training, step: int) -> None:
+        if step == 9:
+            other = Training()
+            with ckptfmt.Checkpointer(tmp_path, other.state) as newer:
+                assert newer.launch is not None
+            with pytest.raises(CkptError) as refused:
+                checkpointer.rewind()
+            assert refused.value.code == Code.FENCED
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(tmp_path, act)
+    assert [path.name for path in (tmp_path / "launches").iterdir()].__len__() == 2
+
+
+@pytest.mark.parametrize("to", ["fresh", "auto", "step-1", True, 1.5])
+def test_wrong_arguments_change_nothing(tmp_path: Path, to: Any) -> None:
+    def act(checkpointer: Any, _training: Training, step: int) -> None:
+        if step == 9:
+            with pytest.raises(CkptError):
+                checkpointer.rewind(to)
+            with pytest.raises(CkptError):
+                checkpointer.rewind(skip=True, reason=None)
+            assert checkpointer.launch.launch == 1
+
+    training, checkpointer = run_steps(tmp_path, act)
+    assert training.rows == rows_of(14)
+    assert not [report for report in checkpointer.reports if "WITNESS" in report]
+
+
+def test_each_bad_batch_between_two_saves_is_left_out(tmp_path: Path) -> None:
+    training = Training()
+    right = undisturbed().rows
+    poisons = {right[9][0][0], right[11][0][0]}
+    triggers = ckptfmt.Triggers("rewind")
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=8, stop=ckptfmt.Stop(triggers=triggers)
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(14):
+            batch = next(batches)
+            bad = poisons & set(batch[:, 4].int().tolist())
+            triggers.feed(loss=training.train(step, batch, poison=min(bad, default=None)))
+        assert (checkpointer.rewinds, checkpointer.stopped) == (2, False)
+    assert not any(poisons & set(samples) for samples, _ in training.rows.values())
+    later = [sample for step in range(8, 14) for sample in training.rows[step][0]]
+    earlier = [sample for step in range(8) for sample in right[step][0]]
+    assert not set(later[:12]) & set(earlier)  # the rest of the epoch: no sample twice
+
+
+def test_a_skip_of_the_program_since_the_save_stays(tmp_path: Path) -> None:
+    def act(checkpointer: Any, training: Training, step: int) -> None:
+        if (step, checkpointer.rewinds) == (9, 0):
+            later = training.sampler.position + 12
+            training.sampler.skip(samples=[47], from_pos=later, reason="of the program")
+            checkpointer.rewind()
+
+    training, _ = run_steps(tmp_path, act, steps=12)
+    assert [skip.reason for skip in training.sampler.skips] == ["of the program"]
+
+
+def test_abandoned_saves_are_no_bases(tmp_path: Path) -> None:
+    def act(checkpointer: Any, _training: Training, step: int) -> None:
+        if (step, checkpointer.rewinds) == (9, 0):
+            checkpointer.rewind(to=4)
+
+    run_steps(tmp_path, act, saving=SAVINGS["deltas"])
+    run = ckptfmt.Run(tmp_path)
+    run.delete("step-00000008-l0001")
+    report = ckptfmt.validate(tmp_path)
+    assert not report.violations
+    with ckptfmt.Checkpointer(tmp_path, Training().state) as checkpointer:
+        assert checkpointer.step == 14
+
+
+def test_optimizer_state_newer_than_the_save_is_dropped(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state) as checkpointer:
+        checkpointer.restore_rng()
+        batches = training.batches()
+        checkpointer.save(0)
+        for step in checkpointer.steps(6):
+            training.train(step, next(batches))
+            if step == 3 and not checkpointer.rewinds:
+                checkpointer.rewind()
+    right = Training()
+    with ckptfmt.Checkpointer(MemoryStore(), right.state, saving=SAVINGS["inline"]) as checkpointer:
+        checkpointer.restore_rng()
+        batches = right.batches()
+        for step in checkpointer.steps(6):
+            right.train(step, next(batches))
+    assert training.rows == right.rows
+
+
+def test_a_rewind_by_hand_forgets_the_alarm(tmp_path: Path) -> None:
+    triggers = ckptfmt.Triggers("rewind")
+
+    def act(checkpointer: Any, _training: Training, step: int) -> None:
+        if (step, checkpointer.rewinds) == (9, 0):
+            triggers.feed(loss=float("nan"))
+            checkpointer.rewind()
+
+    training, checkpointer = run_steps(tmp_path, act, stop=ckptfmt.Stop(triggers=triggers))
+    assert (checkpointer.rewinds, checkpointer.alarm, checkpointer.stopped) == (1, None, False)
+    assert training.rows == rows_of(14)
+
+
+def test_a_rewind_before_the_batch_keeps_the_iterator(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=4) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(14):
+            if (step, checkpointer.rewinds) == (10, 0):
+                checkpointer.rewind()
+                continue
+            training.train(step, next(batches))
+    assert training.rows == rows_of(14)
+
+
+def test_an_alarm_without_a_save_to_go_back_to_stops_the_run(tmp_path: Path) -> None:
+    triggers = ckptfmt.Triggers("rewind")
+
+    def act(checkpointer: Any, _training: Training, step: int) -> None:
+        if step == 3:
+            checkpointer.save(suspect="by the program")
+        triggers.feed(loss=float("nan") if step == 5 else 1.0)
+
+    _, checkpointer = run_steps(tmp_path, act, stop=ckptfmt.Stop(triggers=triggers), keep=None)
+    assert (checkpointer.rewinds, checkpointer.stopped, checkpointer.step) == (0, True, 6)
+
+
+def test_an_alarm_in_a_loop_that_counts_itself_stops_the_run(tmp_path: Path) -> None:
+    training = Training()
+    triggers = ckptfmt.Triggers("rewind")
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=4, stop=ckptfmt.Stop(triggers=triggers)
+    ) as checkpointer:
+        batches = training.batches()
+        checkpointer.restore_rng()
+        for step in range(1, 12):
+            loss = training.train(step, next(batches))
+            triggers.feed(loss=float("nan") if step == 6 else loss)
+            checkpointer.end_step(step)
+            if checkpointer.stopped:
+                break
+        assert (step, checkpointer.rewinds, checkpointer.step) == (6, 0, 6)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_iterators_made_anew_too_late_lower_the_claim(tmp_path: Path, *, is_late: bool) -> None:
+    right = undisturbed(workers=1)
+    training = Training(workers=1)
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=5) as checkpointer:
+        batches = training.batches()
+        seen = 0
+        for step in checkpointer.steps(STEPS):
+            if is_late and checkpointer.rewinds != seen:
+                batches = training.batches()
+                seen = 1
+            training.train(step, next(batches))
+            if (step, checkpointer.rewinds) == (7, 0):
+                checkpointer.rewind()
+                if not is_late:
+                    batches = training.batches()
+        report = checkpointer.load_report
+    assert report is not None
+    assert report.claim == ("S1" if is_late else "T1"), report.lowered_by
+    assert (training.rows == right.rows) is not is_late
+
+
+def test_a_closed_checkpointer_doesnt_go_back(tmp_path: Path) -> None:
+    _, checkpointer = run_steps(tmp_path, lambda *_: None)
+    with pytest.raises(CkptError, match="closed"):
+        checkpointer.rewind()

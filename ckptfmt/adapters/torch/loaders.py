@@ -275,8 +275,10 @@ class FollowedLoader(EpochLoader):
             raise err(Code.CONFIG_IDENTITY, "; ".join(differences), where=_WHERE)
         loader = self.loader
         position = parse_position(foreign.state)
-        self._left = self._visit
+        self._left = self._visit or self._left
         self._visit = None
+        self._samples = 0
+        self._step_samples = {}
         loader._iterator = None  # noqa: SLF001 - worker processes of another position
         self._loaded = position
         self._tree = dict(state_dict)

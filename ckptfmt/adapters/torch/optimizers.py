@@ -531,7 +531,9 @@ class _ParameterState:
             self.field, [f"{prefix}state/{name}" for name in names], scope
         )
         if saved is MISSING:
-            if self.live:
+            if self.live and self.plan.goes_back:
+                self.plan.actions.append(lambda: self._put({}))
+            elif self.live:
                 self.plan.problem(
                     Code.LEAF_MISSING, place_of(self.field, name), "only the live optimizer has it"
                 )
@@ -556,7 +558,7 @@ class _ParameterState:
         )
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
         for key in self.live:
-            if key not in saved:
+            if key not in saved and not self.plan.goes_back:
                 self.plan.problem(
                     Code.LEAF_MISSING,
                     place_of(self.field, f"{name}/{key}"),
