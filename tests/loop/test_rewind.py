@@ -117,7 +117,7 @@ def test_rewinds_at_any_time_end_in_the_bits_of_the_undisturbed_run(
         assert checkpointer.rewinds == 8
         assert checkpointer.load_report is not None
         assert checkpointer.load_report.claim == "T1", checkpointer.load_report.lowered_by
-        assert checkpointer.load_report.evidence == "verified"
+        assert checkpointer.load_report.refuted_by is None
     assert training.rows == right.rows
     assert training.bits() == right.bits()
     again = Training()
