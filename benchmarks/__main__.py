@@ -13,6 +13,7 @@ from benchmarks.delta import measure_delta
 from benchmarks.frameworks import measure_frameworks
 from benchmarks.goodput import MINUTES, measure_goodput
 from benchmarks.gpu_digest import measure_gpu_digest
+from benchmarks.healer import CASES, measure_healer
 from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
 from benchmarks.record import Outcome, build_record, default_path, dump_record, format_record
@@ -50,6 +51,7 @@ MANY = "tensors"
 LIVE = "goodput"
 WITNESS = "witness"
 ROLLOUTS = "rollouts"
+HEALER = "healer"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "command",
-        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS, ROLLOUTS],
+        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS, ROLLOUTS, HEALER],
         help="what to measure",
     )
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
@@ -87,6 +89,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--rows", type=_count, default=ROWS, help="rollouts: how many (%(default)s)"
+    )
+    parser.add_argument(
+        "--cases", type=_count, default=CASES, help="healer: how many (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="healer: of the first case (%(default)s)"
     )
     sizes = Sizes()
     parser.add_argument(
@@ -156,6 +164,8 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         return measure_plan(
             options.ranks, options.tensors, rounds=rounds, place=place, progress=progress
         )
+    if options.command == HEALER:
+        return measure_healer(options.cases, seed=options.seed, place=place, progress=progress)
     sized: dict[str, tuple[Callable[..., Outcome], int]] = {
         LIVE: (measure_goodput, options.minutes),
         MANY: (measure_tensors, options.most),
@@ -186,6 +196,7 @@ def _repeat(options: argparse.Namespace) -> str:
         LIVE: f"--minutes {options.minutes}",
         WITNESS: f"--parameters {options.parameters}",
         ROLLOUTS: f"--rows {options.rows}",
+        HEALER: f"--cases {options.cases} --seed {options.seed}",
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }
     size = sizes.get(options.command, f"--nbytes {options.nbytes}")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptfmt.errors import CkptError
     from ckptfmt.loading.initial import InitFrom
     from ckptfmt.loading.load_report import LoadReport
+    from ckptfmt.loop.healer import Healer
     from ckptfmt.loop.triggers import Triggers
     from ckptfmt.option_groups import Auto, Checks, Job, Loading, Mirror, Stop
     from ckptfmt.read.reader import Checkpoint
@@ -55,6 +56,7 @@ __all__ = [
     "Checks",
     "CkptError",
     "FirstWorker",
+    "Healer",
     "InitFrom",
     "Job",
     "LoadReport",
@@ -100,6 +102,7 @@ _HOMES = {
     "Checks": "option_groups",
     "CkptError": "errors",
     "FirstWorker": "state",
+    "Healer": "loop.healer",
     "InitFrom": "loading.initial",
     "Job": "option_groups",
     "LoadReport": "loading.load_report",

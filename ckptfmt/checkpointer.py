@@ -6,9 +6,10 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Self, SupportsFloat, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, Unpack
 
 from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
 from ckptfmt.api import open_checkpoint
@@ -63,6 +64,9 @@ from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.snapshot import Memory
+
+if TYPE_CHECKING:
+    from ckptfmt.loop.healer import Healing
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -209,12 +213,14 @@ class Checkpointer:
         self._pace = Pace(self._group, cadence, meters, signals, options.stop.triggers)
         rehearse = options.checks.rehearse
         self._short_rehearsal = ShortRehearsal(rehearse, options.every)
+        self._healing = self._begin_healing(options)
         self._make_witness = functools.partial(
             Witness,
             self._group,
             is_on=options.checks.witness,
             kept_count=rehearse,
             is_thorough=self._rehearsal is not None,
+            has_ending=self._healing is not None,
         )
         self._witness = self._make_witness()
         self._saves = Saves(
@@ -242,6 +248,12 @@ class Checkpointer:
         self._goes_back_later = self._must_go_back = False
         self.stopped = False
         self.rewinds = 0
+
+    def _begin_healing(self, options: Options) -> Healing | None:
+        healer = options.stop.healer
+        if healer is None or self._rehearsal is not None:
+            return None
+        return healer.begin(self._store, self._group, has_witness=options.checks.witness)
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -280,7 +292,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        self._close(quietly=error is not None)
+        self._close(error)
 
     def close(self) -> None:
         """Wait for the saves in flight, and release all resources.
@@ -290,9 +302,15 @@ class Checkpointer:
         Raises: the error of a failed save, if not raised before; CommitError(SAVE_PENDING) if a
             save isn't finished by the deadline. A saver in a separate process continues the save.
         """
-        self._close(quietly=False)
+        self._close(None)
 
-    def _close(self, *, quietly: bool) -> None:
+    def _close(self, error: object) -> None:
+        """Close the run.
+
+        Args:
+            error: the exception that ends the training, which the caller raises; None without one.
+        """
+        quietly = error is not None
         self._is_closed = True
         self._pace.end()
         if not quietly:
@@ -304,12 +322,27 @@ class Checkpointer:
             self._checkpoint = None
         try:
             self._saves.close(deadline_s=self._pace.rest_s(self._deadline_s), quietly=quietly)
+        except CkptError as failure:
+            error = failure
+            raise
         finally:
             self._pace.meters.close(self.step)
+            self._note_end(error)
             self._witness.close()
             self._talk.close()
             if self._rehearsal is not None and self.launch is not None:
                 self._rehearsal.give(self._store.name, self._account(self.launch))
+
+    def _note_end(self, error: object = None) -> None:
+        """Record how this launch ends on this process, for a healer.
+
+        A framework closes the run in a ``finally`` clause: the exception under way counts, too.
+        """
+        if self._healing is not None:
+            error = error or sys.exc_info()[1]
+            pace = self._pace
+            alarm = (pace.alarm_step, pace.alarm) if pace.is_suspect else None
+            self._witness.end(self._healing.end_of(error, step=self.step, alarm=alarm))
 
     def _account(self, launch: Launch) -> Account:
         """Return the report of this process for a rehearsal."""
@@ -393,6 +426,8 @@ class Checkpointer:
             self._begin_from(self._init, self._state)
         elif self.launch is not None:
             self._talk.tell_begun(self.launch, None, self.step, self._state)
+        if self._healing is not None:
+            self._healing.leave_out(self._state)
         self._pace.note_save()
         self._pace.meters.note_restored()
         self._unsaved.begin()
@@ -819,6 +854,7 @@ class Checkpointer:
             bool(requested)
             or is_last
             or (self._rehearsal is not None and self._rehearsal.save_at == step)
+            or (self._healing is not None and self._healing.is_passed(step))
         )
         is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
         if self._goes_back_later and self._pace.asks_rewind:
@@ -836,7 +872,7 @@ class Checkpointer:
         )
         self._pace.beat()
         if self._rehearsal is not None and self._rehearsal.is_over(self.step):
-            self._close(quietly=True)
+            self._close(SystemExit())
             self._rehearsal.end()
         return handle
 
@@ -865,6 +901,14 @@ class Checkpointer:
         is_new = any(theirs["failed"] or not theirs["done"] for theirs in told)
         self._witness.hear(told)
         self._pace.hear(now, told)
+        if (
+            self._healing is not None
+            and self._healing.is_passed(now)
+            and not self._pace.is_suspect
+            and self.launch is not None
+        ):
+            self._witness.flush()
+            self._healing.end_trouble(self.launch)
         return is_new
 
     def _save(
@@ -987,8 +1031,16 @@ class Checkpointer:
         assert self._load_report is not None  # noqa: S101
         return self._load_report
 
-    def _go_back_to(self, to: int | str | None, *, reason: str | None) -> None:
-        """Go back to a save, and leave out the samples since the save if there is a reason."""
+    def _go_back_to(
+        self, to: int | str | None, *, reason: str | None, is_alarm: bool = False
+    ) -> None:
+        """Go back to a save, and leave out the samples since the save if there is a reason.
+
+        Args:
+            to: see `rewind`.
+            reason: reason for leaving out samples; None to leave out none.
+            is_alarm: whether an alarm asks for this, so that a healer decides.
+        """
         self._refuse_partly_loaded()
         if not (self._has_begun or self.rewinds) or self._is_closed:
             what = "the checkpointer is closed" if self._is_closed else "no step has begun"
@@ -1016,10 +1068,12 @@ class Checkpointer:
             detail = "the processes go back at different steps, or by different arguments"
             raise err(Code.WRITERS_DIVERGED, detail, where="rewind()")
         reaches = group.together(lambda: note_reaches(state, step, skip=reason is not None))
+        self._note_end()
+        self._witness.flush()
         taken = take_launch(
             self._store,
             group,
-            resume=resume,
+            resume=self._ask_healer(resume, has_failed=True) if is_alarm else resume,
             writer_features=self._writer_features,
             deadline_s=self._deadline_s,
             cache=self._cache,
@@ -1032,6 +1086,8 @@ class Checkpointer:
             self._load_taken(taken, {name: memory for name, (memory, _) in snapshots.items()})
         for reach in reaches:
             reach.renew(reason)
+        if is_alarm and self._healing is not None:
+            self._healing.leave_out(state)
         self._needs_iterators = not keeps
         if self._count.is_under_way:
             self._count.end_body()
@@ -1052,11 +1108,7 @@ class Checkpointer:
         self.stopped = self._pace.stopped
         if self._checkpoint is not None:  # no step has begun since the last rewind
             self._checkpoint.close()
-        self.launch = taken.launch
-        self._run = taken.run
-        self._checkpoint = checkpoint
-        self.passed_over += taken.passed_over
-        self._saves.take_reports(taken.reports)
+        self._adopt(taken)
         self._restored = self._has_begun = False
         self._is_touched = True
         self._handle = None
@@ -1072,16 +1124,18 @@ class Checkpointer:
 
         Samples are left out if the samplers can. Without a save to go back to, the run stops.
         """
-        alarm = self._pace.find_alarm(self._saved_step)
+        heals = self._healing is not None
+        alarm = self._pace.find_alarm(self._saved_step, is_bounded=not heals)
         if alarm is None:
             return False
-        reason = alarm if can_skip(self._count.state) else None
+        reason = alarm if not heals and can_skip(self._count.state) else None
         try:
-            self._go_back_to(None, reason=reason)
+            self._go_back_to(None, reason=reason, is_alarm=True)
         except CkptError as error:
-            if error.code != Code.NOT_COMMITTED:
+            if error.code not in (Code.NOT_COMMITTED, Code.HEALING_STOPPED):
                 raise
-            self._talk.say("no save to go back to: %s", error.detail, level=logging.WARNING)
+            if error.code == Code.NOT_COMMITTED:
+                self._talk.say("no save to go back to: %s", error.detail, level=logging.WARNING)
             return False
         self.rewinds += 1
         return True
@@ -1096,6 +1150,12 @@ class Checkpointer:
             remedy = "Correct the cause of the first error, and start the process again."
             raise err(Code.ARGUMENT, detail, where="restore()", remedy=remedy)
 
+    def _ask_healer(self, resume: str, *, has_failed: bool) -> str | Callable[[], str]:
+        """Return the value of `resume=`, or a function for a healer's choice."""
+        if self._healing is None or resume != "auto":
+            return resume
+        return functools.partial(self._healing.choose, self._state, has_failed=has_failed)
+
     def _take_launch(self) -> None:
         cache = self._cache
         nodes = None
@@ -1105,19 +1165,23 @@ class Checkpointer:
         taken = take_launch(
             self._store,
             self._group,
-            resume=self._resume,
+            resume=self._ask_healer(self._resume, has_failed=False),
             writer_features=self._writer_features,
             deadline_s=self._deadline_s,
             cache=cache,
         )
+        self._adopt(taken)
+        self._pace.meters.note_launch(self._store, taken)
+        if nodes is not None:
+            self._saves.begin_replicas(taken.launch, nodes)
+
+    def _adopt(self, taken: Taken) -> None:
+        """Go on as a launch that these processes have begun; nothing is loaded yet."""
         self.launch = taken.launch
         self._run = taken.run
         self._checkpoint = taken.checkpoint
-        self.passed_over = taken.passed_over
-        self._pace.meters.note_launch(self._store, taken)
+        self.passed_over += taken.passed_over
         self._saves.take_reports(taken.reports)
-        if nodes is not None:
-            self._saves.begin_replicas(taken.launch, nodes)
 
     def _load(
         self,

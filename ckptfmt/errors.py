@@ -554,6 +554,15 @@ class Code(StrEnum):
         StateError,
         "Start the program again: the run goes on from its last good checkpoint.",
     )
+    #: a training failed again and again, and nothing is left to try
+    HEALING_STOPPED = (
+        "HEALING_STOPPED",
+        StateError,
+        (
+            "`ckptfmt log` shows each decision with its evidence. Mend the cause, and begin one"
+            " launch with resume= and the name of a checkpoint; later ones follow it."
+        ),
+    )
     #: no step began in time, and the process ends
     STEP_OVERDUE = (
         "STEP_OVERDUE",

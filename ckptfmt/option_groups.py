@@ -19,6 +19,7 @@ from ckptfmt.saving.saves import Saving
 from ckptfmt.store.protocol import Store
 
 if TYPE_CHECKING:
+    from ckptfmt.loop.healer import Healer
     from ckptfmt.loop.triggers import Triggers
 
 
@@ -151,6 +152,8 @@ class Stop:
             process is lost.
         triggers: conditions that stop the training, and the action that follows; by default None.
             See `Triggers`.
+        healer: decisions after failures, so that no launch repeats a failure for ever; by default
+            None. See `Healer`. Requires ``Checks(witness=True)``.
 
     Raises: StateError(ARGUMENT) for an unknown signal number, for SIGKILL and SIGSTOP, and for a
         deadline of 0 or less.
@@ -162,6 +165,7 @@ class Stop:
     signals: Iterable[int] = ()
     deadline_s: float = 30.0
     triggers: Triggers | None = None
+    healer: Healer | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "signals", _as_tuple(self.signals, "signals=", "signal numbers"))
@@ -172,6 +176,13 @@ class Stop:
                 f"{self.triggers!r} isn't a ckptfmt.Triggers",
                 where="Stop(triggers=)",
                 remedy="Pass Stop(triggers=ckptfmt.Triggers()).",
+            )
+        if self.healer is not None and not hasattr(self.healer, "quarantine"):
+            raise err(
+                Code.ARGUMENT,
+                f"{self.healer!r} isn't a ckptfmt.Healer",
+                where="Stop(healer=)",
+                remedy="Pass Stop(healer=ckptfmt.Healer()).",
             )
 
     def make_signals(self) -> StopSignals:

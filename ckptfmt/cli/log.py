@@ -32,6 +32,7 @@ from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.loop.step_log import read_verdicts
 from ckptfmt.run.catalog import state_of
+from ckptfmt.run.failures import Decision, read_decisions
 from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, read_run
 from ckptfmt.run.witness import WitnessRecord
 
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_header(console, place, history)
         _print_checkpoints(console, history)
         _print_launches(console, history)
+        _print_decisions(console, history)
         _print_problems(console, history)
         _print_checked(console)
     return 2 if history.problems else 0
@@ -116,6 +118,7 @@ class History:
             files are at home, otherwise the sum of the existing files.
         pending: the names of the savers' holds, listed before the registers were read.
         verdicts: the verdicts on repeated steps, by the number of the launch.
+        decisions: the decisions of a healer, by the number of the failed launch.
         problems: the errors of unreadable records.
     """
 
@@ -127,6 +130,7 @@ class History:
     nbytes: dict[str, int]
     pending: list[str]
     verdicts: dict[int, WitnessRecord]
+    decisions: dict[int, Decision]
     problems: list[CkptError]
 
     @property
@@ -176,6 +180,7 @@ def read_history(place: Place) -> History:
         nbytes={entry.name: entry_nbytes(place.store, entry) for entry in entries},
         pending=pending,
         verdicts=read_verdicts(place.store),
+        decisions=read_decisions(place.store),
         problems=problems
         + [
             entry.register.below(entry.name)
@@ -229,6 +234,7 @@ def run_members(place: Place, history: History) -> dict[str, object]:
             {
                 **dataclasses.asdict(launch),
                 "witness": _verdict_members(history.verdicts.get(launch.launch)),
+                "healing": _decision_members(history.decisions.get(launch.launch)),
             }
             for launch in reversed(history.launches)
         ],
@@ -241,6 +247,14 @@ def _verdict_members(verdict: WitnessRecord | None) -> dict[str, object] | None:
     if verdict is None:
         return None
     members = dataclasses.asdict(verdict)
+    return {name: value for name, value in members.items() if name not in ("run_id", "launch")}
+
+
+def _decision_members(decision: Decision | None) -> dict[str, object] | None:
+    """Return the decision after a launch's failure as members; None without a decision."""
+    if decision is None:
+        return None
+    members = dataclasses.asdict(decision)
     return {name: value for name, value in members.items() if name not in ("run_id", "launch")}
 
 
@@ -428,6 +442,19 @@ def _verdict_cell(verdict: WitnessRecord | None) -> Cell:
             "red",
         )
     return verdict.summary, "green"
+
+
+def _print_decisions(console: Console, history: History) -> None:
+    for _, decision in sorted(history.decisions.items()):
+        console.line()
+        console.line(("healer", "yellow bold"), f"  {clean(decision.text)}")
+        for sentence in decision.evidence:
+            console.line((f"        {clean(sentence)}", "dim"))
+        outcome = decision.outcome
+        if outcome is None:
+            console.line((f"        {clean(decision.next)}", "dim"))
+        else:
+            console.line((f"        {outcome.cause}", "bold"), f": {clean(outcome.text)}")
 
 
 def _print_problems(console: Console, history: History) -> None:

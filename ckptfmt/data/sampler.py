@@ -450,6 +450,19 @@ class Sampler:
             ).sum()
         )
 
+    @property
+    def global_batch(self) -> int:
+        """The number of positions of each step, over all workers."""
+        return self._plan.global_batch
+
+    def positions_of(self, step: int) -> tuple[int, int]:
+        """Return begin and end of a step's positions, where steps count over the whole run from 0.
+
+        Raises: StateError(ARGUMENT) for a step before the loaded cursor.
+        """
+        begin = self._first_position(step)
+        return begin, begin + self._plan.global_batch
+
     def advance(self, steps: int = 1) -> None:
         """Record that `steps` more steps are done.
 

@@ -7,19 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from ckptfmt.run.witness import StepRecord, What
-
-#: The members of a record in the order of comparison, each with a word for sentences.
-WORDS: Final = {
-    "samples": "samples",
-    "rng": "RNG streams",
-    "batch": "batch",
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "options": "learning rates",
-    "weights": "weights",
-}
-
+from ckptfmt.run.witness import WORDS, StepRecord, What
 
 #: The difference in words, for members without a printable number.
 _DIFFERS: Final[dict[str, str]] = {
@@ -30,8 +18,6 @@ _DIFFERS: Final[dict[str, str]] = {
     "options": "an option of an optimizer, such as its learning rate, differs after it",
     "weights": "the weights differ after it",
 }
-#: The members that are results of a step. The remaining members are inputs of the step.
-RESULTS: Final[frozenset[What]] = frozenset({"loss", "grad_norm", "weights"})
 #: The possible causes, for differences with causes independent of the compared members.
 _CAUSES: Final[dict[str, str]] = {
     "position": "a step took another number of batches, or another global batch",

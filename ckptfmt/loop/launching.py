@@ -71,7 +71,7 @@ def take_launch(
     store: Store,
     group: Group,
     *,
-    resume: str,
+    resume: str | Callable[[], str],
     writer_features: Sequence[str],
     deadline_s: float,
     cache: Cache | None,
@@ -82,7 +82,8 @@ def take_launch(
 
     Args:
         store: store rooted at the run.
-        resume: see `Checkpointer`.
+        resume: see `Checkpointer`; or a function that returns the value on all processes, once no
+            save of an earlier launch is in flight.
         writer_features: features required of the run.
         deadline_s: longest wait of the processes for each other, in seconds. Process 0 waits for
             savers for half of this time.
@@ -101,18 +102,21 @@ def take_launch(
         group, lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s)
     )
 
-    def begin(place: Store, names: Sequence[str]) -> dict[str, Any]:
-        return _begin(place, waited, resume, names, opened, trusted=trusted, after=after)
-
-    if cache is None:
-        reading: Store = store
-        told = _run_on_first(group, lambda: begin(store, ()))
-    else:
+    finish: _Finish | None = None
+    names: list[str] = []
+    reading = store
+    if cache is not None:
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
-        finish.fetch(None if resume == "auto" else resume)
+    chosen = resume if isinstance(resume, str) else resume()
+    if finish is not None:
+        finish.fetch(None if chosen == "auto" else chosen)
         reading = finish.reading()
-        told = _run_on_first(group, lambda: begin(reading, names))
+    told = _run_on_first(
+        group,
+        lambda: _begin(reading, waited, chosen, names, opened, trusted=trusted, after=after),
+    )
+    if finish is not None:
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
     found = None if named is None else Reference(**named)

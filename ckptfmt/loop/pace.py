@@ -39,6 +39,7 @@ class Pace:
         stopped: whether the run must stop.
         alarm: first notice of a trigger on any process; None if there is none.
         is_suspect: whether the notice is evidence against the state.
+        alarm_step: number of steps done when a process first had the notice; None without one.
     """
 
     def __init__(
@@ -54,6 +55,9 @@ class Pace:
         self.stopped = False
         self.alarm: str | None = None
         self.is_suspect = False
+        self.alarm_step: int | None = None
+        #: The number of steps done when this process first had an alarm.
+        self._own_step: int | None = None
         self.signals = signals
         self._triggers = triggers
         self._group = group
@@ -105,6 +109,7 @@ class Pace:
 
         Raises: errors of the triggers' `alert`, on all processes.
         """
+        self._note_alarm(step)
         # A loop may continue another run, so its first count may include steps of that run.
         self.timer.steps_since += more if step > more else 1
         self.meters.note_steps(self.clock(), max(1, more))
@@ -140,27 +145,38 @@ class Pace:
             self.rest()
         return bool(told[0]["due"])
 
+    def _note_alarm(self, step: int) -> None:
+        """Keep the first step with an alarm of this process: all processes hear of it later."""
+        if self._own_step is None and self._triggers is not None and self._triggers.is_alarm:
+            self._own_step = step
+
     def look(self) -> tuple[dict[str, Any], Exception | None]:
         """Return this process's notice as a part of a message, and the error of `alert`."""
         triggers = self._triggers
         reason, error = (None, None) if triggers is None else attempt(triggers.look)
-        return {"alarm": reason, "suspects": triggers is not None and triggers.is_alarm}, error
+        suspects = triggers is not None and triggers.is_alarm
+        return {"alarm": reason, "suspects": suspects, "since": self._own_step}, error
 
     def hear(self, step: int, told: Iterable[Mapping[str, Any]]) -> None:
         """Keep a notice of the processes, preferably a notice with evidence against the state.
 
-        Among equals the lowest process counts. An earlier notice stays, unless the new notice is
-        the first evidence against the state.
+        Among equals the earliest step counts, then the lowest process. An earlier notice stays,
+        unless the new notice is the first evidence against the state.
         """
         noticed = [theirs for theirs in told if theirs["alarm"] is not None]
-        noticed.sort(
-            key=lambda theirs: not theirs["suspects"]
-        )  # stable: the lowest process stays first
+        noticed.sort(  # stable: the lowest process stays first
+            key=lambda theirs: (
+                not theirs["suspects"],
+                step if theirs["since"] is None else theirs["since"],
+            )
+        )
         if not noticed or (
             self.alarm is not None and (self.is_suspect or not noticed[0]["suspects"])
         ):
             return
-        self.alarm = f"step {step}: {noticed[0]['alarm']}"
+        since = noticed[0]["since"]
+        self.alarm_step = step if since is None else since
+        self.alarm = f"step {self.alarm_step}: {noticed[0]['alarm']}"
         self.is_suspect = noticed[0]["suspects"]
         if self._group.writer == 0:
             _LOG.warning("%s: %s", "alarm" if self.is_suspect else "notice", self.alarm)
@@ -186,19 +202,19 @@ class Pace:
         triggers = self._triggers
         return self.is_suspect and triggers is not None and triggers.action == "rewind"
 
-    def find_alarm(self, saved_step: int | None) -> str | None:
+    def find_alarm(self, saved_step: int | None, *, is_bounded: bool) -> str | None:
         """Return the alarm after which the run goes back; None without such an alarm.
-
-        At most `_REWINDS` alarms for one save are returned, so that no training goes back for ever.
 
         Args:
             saved_step: the step of the save to which the run goes back; None if there is none.
+            is_bounded: whether at most `_REWINDS` alarms for one save are returned, so that no
+                training goes back for ever. A healer has bounds of its own.
         """
         if saved_step is None or not self.asks_rewind:
             return None
         step, count = self._rewinds
         self._rewinds = saved_step, count + 1 if step == saved_step else 1
-        return self.alarm if self._rewinds[1] <= _REWINDS else None
+        return None if is_bounded and self._rewinds[1] > _REWINDS else self.alarm
 
     def forget_alarm(self) -> None:
         """Forget the alarm and the numbers of the triggers: an earlier state is live again.
@@ -206,6 +222,7 @@ class Pace:
         A signal to stop stays in force.
         """
         self.alarm = None
+        self.alarm_step = self._own_step = None
         self.is_suspect = False
         self.stopped = self.signals.first_s is not None
         if self._triggers is not None:

@@ -11,9 +11,11 @@ from ckptfmt.documents.canonical import fit_string
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.group import Group
-from ckptfmt.loop.comparing import RESULTS, WORDS, compare_steps
+from ckptfmt.loop.comparing import compare_steps
 from ckptfmt.loop.step_log import Steps, read_steps
 from ckptfmt.run.witness import (
+    RESULTS,
+    WORDS,
     StepDifference,
     StepRecord,
     StepsHeader,

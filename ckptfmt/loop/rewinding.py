@@ -22,6 +22,8 @@ from ckptfmt.store.protocol import Store
 _WHERE: Final = "rewind()"
 #: The maximum length of a reason, in characters.
 _REASON_LENGTH: Final = 500
+#: The start of the reason of each skip by a healer, which decides anew after each failure.
+BY_HEALER: Final = "healer: "
 #: The reason for a lower claim if the iterators of a sampler weren't made anew in time.
 REMADE: Final = (
     "the iterators of the loader have fetched batches ahead, and weren't made anew between the"
@@ -112,7 +114,11 @@ class Reach:
         sampler = self.sampler
         begin = sampler.position
         end = self.end
-        newer = [skip for skip in self.skips if skip not in sampler.skips]
+        newer = [
+            skip
+            for skip in self.skips
+            if skip not in sampler.skips and not skip.reason.startswith(BY_HEALER)
+        ]
         for skip in sorted(newer, key=lambda skip: skip.begin):
             is_within = reason is not None and skip.begin <= end
             if is_within and isinstance(skip, PosSkip) and skip.policy == "shift":

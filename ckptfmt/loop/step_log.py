@@ -23,10 +23,12 @@ from ckptfmt import limits
 from ckptfmt.documents.run import parse_launch_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.witness import (
+    ENDING_PLACE,
     HEADER_NBYTES,
     RECORD_NBYTES,
     STEP_COUNT,
     WITNESS,
+    Ending,
     StepRecord,
     StepsHeader,
     WitnessRecord,
@@ -92,6 +94,14 @@ class StepLog:
         """Call a function in the thread of the log, after the earlier records and calls."""
         self._tasks.put(task)
 
+    def replace_header(self, header: StepsHeader) -> None:
+        """Write the header anew, after the earlier records."""
+        self._tasks.put(functools.partial(self._write_at, 0, header.dump()))
+
+    def end(self, ending: Ending) -> None:
+        """Write how the launch ended, after the earlier records."""
+        self._tasks.put(functools.partial(self._write_at, ENDING_PLACE, ending.dump()))
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all records are written and all calls are done; return whether they are.
 
@@ -144,6 +154,7 @@ class StepLog:
         _make_folder(self.path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self.path, flags, 0o644)
+        os.ftruncate(self._fd, HEADER_NBYTES)
         os.pwrite(self._fd, header.dump(), 0)
 
     def _write(self, records: Iterable[StepRecord]) -> None:
@@ -160,6 +171,10 @@ class StepLog:
             for place, content in runs:
                 os.pwrite(self._fd, content, place)
 
+    def _write_at(self, place: int, content: bytes) -> None:
+        if self._error is None:
+            os.pwrite(self._fd, content, place)
+
     def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -172,11 +187,15 @@ class Steps:
     Attributes:
         header: the header.
         records: the records of the newest steps.
+        ending: how the launch ended on this process; None without a record of the end.
     """
 
-    def __init__(self, header: StepsHeader, records: dict[int, StepRecord]) -> None:
+    def __init__(
+        self, header: StepsHeader, records: dict[int, StepRecord], ending: Ending | None = None
+    ) -> None:
         self.header = header
         self.records = records
+        self.ending = ending
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
@@ -186,7 +205,8 @@ class Steps:
             return None
         places = range(HEADER_NBYTES, len(content) - RECORD_NBYTES + 1, RECORD_NBYTES)
         found = (StepRecord.parse(content[place : place + RECORD_NBYTES]) for place in places)
-        return cls(header, {record.step: record for record in found if record is not None})
+        records = {record.step: record for record in found if record is not None}
+        return cls(header, records, Ending.parse(content))
 
 
 def read_steps(store: Store, run_id: str, launch: int, writer: int) -> Steps | None:

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import platform
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from ckptfmt.loop.step_log import StepLog, bring_home, list_logged_launches, nod
 from ckptfmt.run.witness import (
     FULL_EVERY,
     STREAM_COUNT,
+    Ending,
     StepRecord,
     StepsHeader,
     WitnessRecord,
@@ -53,6 +55,8 @@ _FLOAT: Final = struct.Struct("<d")
 _BITS: Final = struct.Struct("<Q")
 #: Longest wait for the storage at the end of a launch and before a kill, in seconds.
 _END_S: Final = 10.0
+#: Longest name of a machine in a header, in characters.
+_NODE_LENGTH: Final = 200
 #: The options of a parameter group that schedules change.
 _OPTIONS: Final = ("lr", "momentum", "betas", "weight_decay")
 #: The maximum number of parameter groups of an optimizer that enter the digest.
@@ -128,6 +132,8 @@ class Witness:
         is_on: whether the witness is active.
         kept_count: the number of newest records that `go_back` needs.
         is_thorough: whether all records are full and `changes` is filled, as in a rehearsal.
+        has_ending: whether the log says how the launch ends. The log is then opened before the
+            first step, so that a launch without an ending ended without a trace.
 
     Attributes:
         changes: the steps after which an RNG stream or a schedule changed before the next step.
@@ -138,11 +144,18 @@ class Witness:
     """
 
     def __init__(
-        self, group: Group, *, is_on: bool, kept_count: int = 0, is_thorough: bool = False
+        self,
+        group: Group,
+        *,
+        is_on: bool,
+        kept_count: int = 0,
+        is_thorough: bool = False,
+        has_ending: bool = False,
     ) -> None:
         self.restores_streams_itself = False
         self.changes: list[int] = []
         self._is_thorough = is_thorough
+        self._has_ending = has_ending
         self._group = group
         self._is_on = is_on
         self._side: Any = None
@@ -159,6 +172,7 @@ class Witness:
         self._digests: list[Callable[[], int]] = []
         #: Whether the next record is the first record after a start or a save.
         self._is_first = True
+        self._is_before_first = True
         #: The digests of the RNG streams before this step; None in a loop without `begin_step`.
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
@@ -219,7 +233,10 @@ class Witness:
             expected=expected,
             streams=tuple(stream.name for stream in self._streams),
             tensors="",
+            node=platform.node()[:_NODE_LENGTH],
         )
+        if self._has_ending:
+            self._start_log()
         if expected is not None:
             self._repeated = RepeatedSteps(self._group, launch, expected)
             self._repeated.find(store, step, list_logged_launches(store, launch.run_id))
@@ -376,6 +393,14 @@ class Witness:
             self._repeated.hear(answers)
             self._write()
 
+    @_harmless
+    def end(self, ending: Ending) -> None:
+        """Record how the launch ends on this process; the first call counts."""
+        self._flush(is_last=True)
+        if self._log is not None and self._has_ending:
+            self._has_ending = False
+            self._log.end(ending)
+
     def flush(self) -> None:
         """Wait until the records of all steps are in the file, but not for a hanging storage."""
         self._finish()
@@ -412,24 +437,23 @@ class Witness:
         side = sides.torch
         found = None if side is None else side.Fingerprint(iter_tensor_readers(state))
         tensors = "" if found is None else found.plan
-        if self._log is None:
-            self._start_log(tensors)
         assert self._header is not None  # noqa: S101
+        if self._is_before_first:
+            self._is_before_first = False
+            # Only after the first step have optimizers their state, and wrappers their parameters.
+            self._header = dataclasses.replace(self._header, tensors=tensors)
+            if self._log is None:
+                self._start_log()
+            else:
+                self._log.replace_header(self._header)
         self._fingerprint = found if tensors == self._header.tensors else None
 
-    def _start_log(self, tensors: str) -> None:
-        """Open the log after the first step.
-
-        Only then have optimizers their state, and wrappers their parameters.
-
-        Args:
-            tensors: the plan of the tensors' digests.
-        """
+    def _start_log(self) -> None:
+        """Open the log, with the header."""
         assert self._header is not None and self._store is not None  # noqa: PT018, S101
         header = self._header
         folder = node_folder(self._store, header.run_id)
         assert folder is not None  # noqa: S101
-        self._header = header = dataclasses.replace(header, tensors=tensors)
         self._log = StepLog(folder / steps_path(header.launch, header.writer), header)
         if self._group.writer == 0:
             remove = functools.partial(

@@ -19,6 +19,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.accounts import Goodput
+from ckptfmt.run.failures import Decision, read_decisions
 from ckptfmt.run.labelling import change_labels, pin_checkpoint
 from ckptfmt.run.lineage import (
     RunEntry,
@@ -148,6 +149,13 @@ class Run:
         Raises: IntegrityError(FILE_MISSING) without a run; errors of a damaged launch record.
         """
         return read_goodput(self._store)
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return the decisions of a `Healer` after failures, by the number of the failed launch.
+
+        Unreadable records are left out. Raises: StoreError.
+        """
+        return tuple(found for _, found in sorted(read_decisions(self._store).items()))
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> RunCheckpoint:
         """Return the committed checkpoint with the best value of a metric; of equals the newest.

@@ -19,6 +19,8 @@ from ckptfmt.documents.run import launch_name, parse_of_launch
 WITNESS: Final = "witness"
 #: The size of a step log's header, in bytes.
 HEADER_NBYTES: Final = 8192
+#: The place of a launch's end in a step log, in bytes: the last part of the header.
+ENDING_PLACE: Final = HEADER_NBYTES - 1024
 #: The number of steps in a step log; a further step's record replaces the oldest record.
 STEP_COUNT: Final = 16384
 #: The size of the record of one step, in bytes.
@@ -45,8 +47,23 @@ _SEVERAL: Final = 1 << 14
 #: Flag: the record is full.
 _FULL: Final = 1 << 13
 
+#: The texts of an ending, which may be long.
+_TEXTS: Final = ("name", "place", "text")
+
 Verdict = Literal["expected", "verified", "refuted"]
 What = Literal["samples", "rng", "batch", "loss", "grad_norm", "options", "weights"]
+#: The members of a record in the order of comparison, each with a word for sentences.
+WORDS: Final[dict[str, str]] = {
+    "samples": "samples",
+    "rng": "RNG streams",
+    "batch": "batch",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "options": "learning rates",
+    "weights": "weights",
+}
+#: The members that are results of a step. The remaining members are inputs of the step.
+RESULTS: Final[frozenset[What]] = frozenset({"loss", "grad_norm", "weights"})
 
 
 def steps_path(launch: int, writer: int) -> str:
@@ -151,7 +168,9 @@ class StepsHeader:
         resumed: the digest of the manifest that the launch resumed from; None for a fresh start.
         expected: the claim of the load, ``T1``, ``S1`` or ``S0``; None for a fresh start.
         streams: the names of the RNG streams, in the order of their digests.
-        tensors: a digest of the names, shapes and dtypes of the sampled tensors.
+        tensors: a digest of the names, shapes and dtypes of the sampled tensors; empty before the
+            first step.
+        node: the name of the machine; empty if unknown.
     """
 
     run_id: str
@@ -163,16 +182,17 @@ class StepsHeader:
     expected: str | None
     streams: tuple[str, ...]
     tensors: str
+    node: str = ""
 
     def dump(self) -> bytes:
-        """Return the bytes of the header, `HEADER_NBYTES` in all."""
+        """Return the bytes of the header, `ENDING_PLACE` in all."""
         content = _MAGIC + json.dumps(dataclasses.asdict(self), ensure_ascii=False).encode() + b"\n"
-        if len(content) > HEADER_NBYTES:  # the caller's names of streams may be long
+        if len(content) > ENDING_PLACE:  # the caller's names of streams may be long
             count = len(self.streams)
             return dataclasses.replace(
                 self, streams=tuple(f"stream {number}" for number in range(count))
             ).dump()
-        return content.ljust(HEADER_NBYTES, b"\0")
+        return content.ljust(ENDING_PLACE, b"\0")
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
@@ -185,6 +205,44 @@ class StepsHeader:
         except (ValueError, TypeError, KeyError):
             return None
         return header
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a launch ended on one process; a step log without an ending ended without a trace.
+
+    Attributes:
+        kind: "closed" (the run was closed without an error), "alarm", "error" (an exception of the
+            program), or "outside" (an exception that a store, a network or another process caused).
+        step: the number of the step under way.
+        name: the type of the exception, with its module; empty without an exception.
+        place: file, line and function that raised the exception.
+        text: the alarm, or the text of the exception.
+        is_numeric: whether numbers that aren't finite, or rise, are the cause.
+    """
+
+    kind: Literal["closed", "alarm", "error", "outside"]
+    step: int
+    name: str = ""
+    place: str = ""
+    text: str = ""
+    is_numeric: bool = False
+
+    def dump(self) -> bytes:
+        """Return the bytes of the ending, at most as many as follow `ENDING_PLACE`."""
+        content = json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+        if len(content) > HEADER_NBYTES - ENDING_PLACE:
+            half = {name: getattr(self, name)[: len(getattr(self, name)) // 2] for name in _TEXTS}
+            return dataclasses.replace(self, **half).dump()
+        return content.ljust(HEADER_NBYTES - ENDING_PLACE, b"\0")
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self | None:
+        """Return the ending in the header of a step log; None without an ending."""
+        try:
+            return cls(**json.loads(content[ENDING_PLACE:HEADER_NBYTES].partition(b"\n")[0]))
+        except (ValueError, TypeError):
+            return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

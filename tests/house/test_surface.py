@@ -15,7 +15,18 @@ def test_public_names_are_few():
     assert results < set(
         ckptfmt.__all__
     )  # nobody makes them; they are there to be named in annotations
-    options = {"Auto", "Cache", "Checks", "Job", "Loading", "Mirror", "Retention", "Saving", "Stop"}
+    options = {
+        "Auto",
+        "Cache",
+        "Checks",
+        "Healer",
+        "Job",
+        "Loading",
+        "Mirror",
+        "Retention",
+        "Saving",
+        "Stop",
+    }
     assert options < set(ckptfmt.__all__)
     assert len(ckptfmt.__all__) - len(results) - len(options) <= 24
     assert len(set(ckptfmt.__all__)) == len(ckptfmt.__all__)

@@ -25,7 +25,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import lineage, mirror, node_cache, save_job, scrub, spent_time
+from ckptfmt.run import failures, lineage, mirror, node_cache, save_job, scrub, spent_time
 from ckptfmt.run.witness import StepsHeader
 from ckptfmt.saving import peers, uploads
 from ckptfmt.saving.saver import Saver
@@ -479,6 +479,12 @@ MUTANTS = {
         tests=(
             "witness/test_witness.py::test_record_of_a_step_is_in_the_file_while_the_launch_goes_on",
         ),
+    ),
+    "decisions_needed": Mutant(
+        clauses=("REQ-RUN-064",),
+        fault="gives up where a decision of a healer can't be read",
+        patch=rewritten(failures.read_decisions, "except StoreError:", "except CkptError:"),
+        tests=("loop/test_decisions.py::test_a_damaged_decision_is_no_decision",),
     ),
     "step_logs_needed": Mutant(
         clauses=("REQ-RUN-062",),

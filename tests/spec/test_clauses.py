@@ -307,6 +307,8 @@ def members():
 #: Words in backticks that look like members and are none.
 OTHER_WORDS = {
     "data_offsets", "packed_document",
+    # a member of the ending in a step log, which has no schema
+    "is_numeric",
     # what programs call generators and their states
     "torch", "generator", "get_state", "mt19937",
     # what programs call the way back of a state

@@ -29,6 +29,7 @@ from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint
+from ckptfmt.run.failures import Decision
 from ckptfmt.run.ledger import LedgerEntry
 from ckptfmt.run.witness import WitnessRecord
 from ckptfmt.store.memory import MemoryStore
@@ -91,6 +92,7 @@ def parse_json_document(content, where, kind):
         "launch": Launch,
         "ledger": LedgerEntry,
         "witness": WitnessRecord,
+        "healing": Decision,
         "labels": LabelsRecord,
     }
     if kind in kinds:

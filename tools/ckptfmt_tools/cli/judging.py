@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from ckptfmt.errors import Code, err
-from ckptfmt.loop.comparing import RESULTS, WORDS, StepComparison, compare_steps
+from ckptfmt.loop.comparing import StepComparison, compare_steps
 from ckptfmt.loop.rehearsal import Account
 from ckptfmt.loop.step_log import Steps
-from ckptfmt.run.witness import WITNESS, StepRecord
+from ckptfmt.run.witness import RESULTS, WITNESS, WORDS, StepRecord
 
 _LOG_NAME: Final = re.compile(r"([0-9]+)/([0-9]+)\.steps")
 
