@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, Unpack
@@ -220,7 +219,6 @@ class Checkpointer:
             is_on=options.checks.witness,
             kept_count=rehearse,
             is_thorough=self._rehearsal is not None,
-            has_ending=self._healing is not None,
         )
         self._witness = self._make_witness()
         self._saves = Saves(
@@ -320,6 +318,8 @@ class Checkpointer:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+        if error is not None:  # the wait for saves may be cut
+            self._note_end(error)
         try:
             self._saves.close(deadline_s=self._pace.rest_s(self._deadline_s), quietly=quietly)
         except CkptError as failure:
@@ -334,15 +334,14 @@ class Checkpointer:
                 self._rehearsal.give(self._store.name, self._account(self.launch))
 
     def _note_end(self, error: object = None) -> None:
-        """Record how this launch ends on this process, for a healer.
-
-        A framework closes the run in a ``finally`` clause: the exception under way counts, too.
-        """
+        """Record how this launch ends on this process, for a healer."""
         if self._healing is not None:
-            error = error or sys.exc_info()[1]
             pace = self._pace
             alarm = (pace.alarm_step, pace.alarm) if pace.is_suspect else None
-            self._witness.end(self._healing.end_of(error, step=self.step, alarm=alarm))
+            ending = self._healing.end_of(
+                error, step=self.step, alarm=alarm, has_stopped=pace.stopped
+            )
+            self._witness.end(ending)
 
     def _account(self, launch: Launch) -> Account:
         """Return the report of this process for a rehearsal."""
@@ -507,7 +506,14 @@ class Checkpointer:
         The RNG streams are restored: a launch that resumes counts no step before.
         """
         assert self.launch is not None  # noqa: S101
-        self._witness.begin(self._store, self.launch, step, self._load_report, self._count.state)
+        self._witness.begin(
+            self._store,
+            self.launch,
+            step,
+            self._load_report,
+            self._count.state,
+            follows=None if self._healing is None else self._healing.follows,
+        )
 
     def _begin_itself(self) -> None:
         """Restore the RNG streams at the begin of the first step, if the program hasn't."""
@@ -854,9 +860,9 @@ class Checkpointer:
             bool(requested)
             or is_last
             or (self._rehearsal is not None and self._rehearsal.save_at == step)
-            or (self._healing is not None and self._healing.is_passed(step))
         )
-        is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
+        must = is_last or (self._healing is not None and self._healing.is_passed(step))
+        is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save or must)
         if self._goes_back_later and self._pace.asks_rewind:
             self._must_go_back = True
             return None
@@ -868,7 +874,9 @@ class Checkpointer:
             self._save_and_stop(label)
             return self._handle
         handle = (
-            self._save(must=is_last, label=label, to_home=to_home) if is_due or will_save else None
+            self._save(must=must, label=label, to_home=to_home)
+            if is_due or will_save or must
+            else None
         )
         self._pace.beat()
         if self._rehearsal is not None and self._rehearsal.is_over(self.step):
@@ -1067,6 +1075,8 @@ class Checkpointer:
         if any({**theirs, "attempts": None} != {**mine, "attempts": None} for theirs in told):
             detail = "the processes go back at different steps, or by different arguments"
             raise err(Code.WRITERS_DIVERGED, detail, where="rewind()")
+        if self._healing is not None and not is_alarm:
+            self._healing.give_up()
         reaches = group.together(lambda: note_reaches(state, step, skip=reason is not None))
         self._note_end()
         self._witness.flush()
@@ -1086,7 +1096,7 @@ class Checkpointer:
             self._load_taken(taken, {name: memory for name, (memory, _) in snapshots.items()})
         for reach in reaches:
             reach.renew(reason)
-        if is_alarm and self._healing is not None:
+        if self._healing is not None:
             self._healing.leave_out(state)
         self._needs_iterators = not keeps
         if self._count.is_under_way:

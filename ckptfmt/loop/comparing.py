@@ -102,6 +102,20 @@ def compare_steps(
     return StepComparison(compared=compared, what=what, detail=f"step {now.step}{had} {detail}")
 
 
+def have_same_results(earlier: StepRecord, now: StepRecord, *, same_tensors: bool) -> bool:
+    """Return whether two records of a step have results to compare, and all are the same.
+
+    Args:
+        same_tensors: whether both digests of the weights cover the same tensors.
+    """
+    names = {"loss", "grad_norm"} if earlier.is_several == now.is_several else set()
+    if same_tensors and earlier.is_full == now.is_full:
+        names.add("weights")
+    both = [(getattr(earlier, name), getattr(now, name)) for name in names]
+    known = [(one, other) for one, other in both if one is not None and other is not None]
+    return bool(known) and all(one == other for one, other in known)
+
+
 def _differing_streams(
     earlier: StepRecord, now: StepRecord, streams: Sequence[str], earlier_streams: Sequence[str]
 ) -> list[str] | None:

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import logging
-import platform
+import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -132,8 +132,6 @@ class Witness:
         is_on: whether the witness is active.
         kept_count: the number of newest records that `go_back` needs.
         is_thorough: whether all records are full and `changes` is filled, as in a rehearsal.
-        has_ending: whether the log says how the launch ends. The log is then opened before the
-            first step, so that a launch without an ending ended without a trace.
 
     Attributes:
         changes: the steps after which an RNG stream or a schedule changed before the next step.
@@ -144,18 +142,11 @@ class Witness:
     """
 
     def __init__(
-        self,
-        group: Group,
-        *,
-        is_on: bool,
-        kept_count: int = 0,
-        is_thorough: bool = False,
-        has_ending: bool = False,
+        self, group: Group, *, is_on: bool, kept_count: int = 0, is_thorough: bool = False
     ) -> None:
         self.restores_streams_itself = False
         self.changes: list[int] = []
         self._is_thorough = is_thorough
-        self._has_ending = has_ending
         self._group = group
         self._is_on = is_on
         self._side: Any = None
@@ -173,6 +164,7 @@ class Witness:
         #: Whether the next record is the first record after a start or a save.
         self._is_first = True
         self._is_before_first = True
+        self._has_failed = False
         #: The digests of the RNG streams before this step; None in a loop without `begin_step`.
         self._before: tuple[int, ...] | None = None
         self._observed: dict[str, list[Any]] = {}
@@ -206,7 +198,14 @@ class Witness:
 
     @_harmless
     def begin(
-        self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State
+        self,
+        store: Store,
+        launch: Launch,
+        step: int,
+        report: LoadReport | None,
+        state: State,
+        *,
+        follows: int | None = None,
     ) -> None:
         """Start recording. A second call has no effect.
 
@@ -215,6 +214,8 @@ class Witness:
         Args:
             step: the number of steps done.
             report: the report of the load of this launch's checkpoint; None for a fresh start.
+            follows: see `StepsHeader`. With a healer, the log is opened before the first step, so
+                that a log without an ending shows an end without a record.
         """
         if not self._is_on or self._header is not None or node_folder(store, launch.run_id) is None:
             return
@@ -233,10 +234,12 @@ class Witness:
             expected=expected,
             streams=tuple(stream.name for stream in self._streams),
             tensors="",
-            node=platform.node()[:_NODE_LENGTH],
+            node="" if follows is None else socket.gethostname()[:_NODE_LENGTH],
+            follows=follows,
         )
-        if self._has_ending:
-            self._start_log()
+        if follows is not None:
+            log = self._start_log()
+            log.call(functools.partial(self._bring_home, log.path, self._header))
         if expected is not None:
             self._repeated = RepeatedSteps(self._group, launch, expected)
             self._repeated.find(store, step, list_logged_launches(store, launch.run_id))
@@ -376,6 +379,8 @@ class Witness:
         self._report(
             f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}"
         )
+        if self._log is not None and self._header is not None and self._header.follows is not None:
+            self._log.end(Ending(kind="unknown", step=0))
         self._switch_off(timeout_s=0.0)
 
     def answer(self) -> dict[str, Any] | None:
@@ -395,10 +400,13 @@ class Witness:
 
     @_harmless
     def end(self, ending: Ending) -> None:
-        """Record how the launch ends on this process; the first call counts."""
+        """Record how the launch ends on this process. A good end replaces no failure."""
         self._flush(is_last=True)
-        if self._log is not None and self._has_ending:
-            self._has_ending = False
+        header = self._header
+        if self._log is None or header is None or header.follows is None:
+            return
+        if not (self._has_failed and ending.kind == "closed"):
+            self._has_failed = ending.kind != "closed"
             self._log.end(ending)
 
     def flush(self) -> None:
@@ -448,7 +456,7 @@ class Witness:
                 self._log.replace_header(self._header)
         self._fingerprint = found if tensors == self._header.tensors else None
 
-    def _start_log(self) -> None:
+    def _start_log(self) -> StepLog:
         """Open the log, with the header."""
         assert self._header is not None and self._store is not None  # noqa: PT018, S101
         header = self._header
@@ -460,6 +468,7 @@ class Witness:
                 remove_old, self._store, header.run_id, header.launch, spared=self._spared
             )
             self._log.call(remove)
+        return self._log
 
     def _is_full(self, step: int) -> bool:
         """Return whether the record of the step after `step` done steps is full.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Sequence
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, fit_string, head_of
@@ -18,6 +19,7 @@ from ckptfmt.run.witness import RESULTS, WORDS, Ending, StepDifference, What
 from ckptfmt.store.protocol import Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
+_NUMBER: Final = re.compile(r"[-+]?[0-9][0-9.e+-]*")
 #: The directory of a run with the decisions.
 HEALING: Final = "healing"
 #: The greatest number of failures behind a decision.
@@ -25,7 +27,7 @@ FAILURES: Final = 9
 #: Longest sentence of a decision, in characters.
 TEXT_LENGTH: Final = 1000
 
-Choice = Literal["retry", "skip", "back", "back_skip", "stop"]
+Choice = Literal["retry", "skip", "back", "stop"]
 Cause = Literal["data", "state", "hardware", "outside", "program", "unknown"]
 #: How a launch failed: as `Ending.kind`, or without a trace.
 FailureKind = Literal["alarm", "error", "outside", "lost"]
@@ -49,13 +51,16 @@ class ResultDifference:
         member: the first member that differs, a result of the step.
         writers: the numbers of the processes with this difference.
         nodes: the machines of the processes, in the earlier launch and in the later launch; empty
-            if all processes have this difference, so that no machine stands out.
+            if all of several processes have this difference, so that no machine stands out.
+        is_proven: whether the hardware is the cause, and not the program: only some of several
+            processes differ, or an earlier repetition in the run had the same results.
     """
 
     step: int
     member: What
     writers: tuple[int, ...]
     nodes: tuple[str, ...]
+    is_proven: bool
 
     def __str__(self) -> str:
         result = f"step {self.step} has another {WORDS[self.member]}"
@@ -67,7 +72,10 @@ class ResultDifference:
 
 
 def merge_differences(
-    told: Sequence[tuple[StepDifference, Sequence[str]]], writer_count: int
+    told: Sequence[tuple[StepDifference, Sequence[str]]],
+    writer_count: int,
+    *,
+    has_verified: bool = False,
 ) -> ResultDifference | None:
     """Return the first difference of all processes; None without one, or if the inputs differ.
 
@@ -78,6 +86,7 @@ def merge_differences(
     Args:
         told: each differing process's first difference, with the machines of the process.
         writer_count: the number of processes.
+        has_verified: whether an earlier repetition in the run had the same results.
     """
     if not told:
         return None
@@ -93,12 +102,13 @@ def merge_differences(
         member=found[0][0].what,
         writers=tuple(one.writer for one, _ in found),
         nodes=() if is_shared else tuple(machines),
+        is_proven=has_verified or len(found) < writer_count,
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFailure:
-    """The failure of one launch, with the comparison to the failure before.
+    """The failure of one launch, with the comparison to an earlier failure.
 
     Attributes:
         launch: number of the launch.
@@ -108,11 +118,14 @@ class LaunchFailure:
         text: the error or the alarm.
         signature: type and place of the exception, which the same failure repeats.
         is_numeric: whether numbers that aren't finite, or rise, are the failure.
+        is_single: whether the step was counted alone, so that its samples are known.
         writer: number of the process with the error.
-        is_same: whether all compared steps had the results of the failure before; None if no step
-            could be compared.
-        difference: other results of the same steps, under the claim T1; None without any.
-        choice: the decision that led to the launch; None without a decision.
+        reference: number of the earlier launch under comparison; None without an earlier launch.
+        same_count: number of steps with the same results in both launches.
+        is_same: whether all compared steps had the same results. Without a compared step, the same
+            results are expected under the claim T1 and after a fresh start.
+        difference: other results of the same steps; None without any.
+        choice: the choice that led to the launch; None without a decision about this trouble.
         skip: the first and the last step with samples left out; None for none.
     """
 
@@ -123,8 +136,11 @@ class LaunchFailure:
     text: str = ""
     signature: str = ""
     is_numeric: bool = False
+    is_single: bool = True
     writer: int = 0
-    is_same: bool | None = None
+    reference: int | None = None
+    same_count: int = 0
+    is_same: bool = False
     difference: ResultDifference | None = None
     choice: Choice | None = None
     skip: tuple[int, int] | None = None
@@ -142,8 +158,8 @@ class Means:
         starts: greatest number of launches that fail in one step, or begin at one checkpoint.
         can_skip: whether samples of a step may be left out.
         head: the checkpoint from which the next launch would resume; None for a fresh start.
-        older: the newest good checkpoint before `head`, and before the start of the first failure;
-            None if there is none.
+        older: the newest good checkpoint before the starts of all later failures; None if there is
+            none.
     """
 
     starts: int
@@ -158,8 +174,7 @@ class Plan:
 
     Attributes:
         choice: the next try. "retry": the same steps again. "skip": without the samples of the
-            failed step. "back": from an older checkpoint. "back_skip": both. "stop": no further
-            try.
+            failed step. "back": from an older checkpoint. "stop": no further try.
         resume_from: the checkpoint to name; None to follow the run's lineage.
         skip: the first and the last step with samples left out; None for none.
         suspected: the cause that the evidence speaks for.
@@ -197,11 +212,10 @@ def decide(failures: Sequence[LaunchFailure], means: Means) -> Plan:
     if newest.kind in ("lost", "outside") or newest.difference is not None:
         return _retry(newest, means, starts)
     is_second = any(newest.resembles(failure) for failure in failures[:-1])
-    has_changed = newest.choice in ("skip", "back", "back_skip")
-    is_tried = has_changed and (is_second or newest.is_numeric)
+    is_tried = newest.choice in ("skip", "back") and (is_second or newest.is_numeric)
     if not is_tried and not (is_second and newest.is_same):
         return _retry(newest, means, starts)
-    return _try_otherwise(failures, means, starts)
+    return _try_otherwise(failures, means, begun)
 
 
 def _retry(newest: LaunchFailure, means: Means, starts: int) -> Plan:
@@ -209,30 +223,33 @@ def _retry(newest: LaunchFailure, means: Means, starts: int) -> Plan:
     difference = newest.difference
     suspected: Cause = "unknown"
     if difference is not None:
-        suspected = "hardware"
+        suspected = "hardware" if difference.is_proven else "unknown"
         why = f"the same steps had other results: {difference}"
     elif newest.kind == "outside":
         suspected = "outside"
         why = "the failure came from outside of the training: a store, a network or a process"
     elif newest.kind == "lost":
         suspected = "outside"
-        why = "the processes ended without a trace, as by SIGKILL or by the kernel's OOM killer"
-    elif newest.choice == "retry" and newest.is_same is None:
-        why = "no step could be compared, so that nothing shows whether the failure is the same"
-    else:
+        why = (
+            "the processes ended without a record of the end, as after SIGKILL, the kernel's OOM"
+            " killer or a hang"
+        )
+    elif newest.reference is None:
         why = "one failure doesn't show whether the same steps fail again"
+    else:
+        why = f"the steps of launch {newest.reference} weren't done in the same way"
     if starts >= means.starts:
         tried = f"{starts} launches failed in this step, or began at {means.head or 'step 0'}"
         return Plan(choice="stop", suspected=suspected, why=f"{tried}; {why}")
     return Plan(choice="retry", skip=newest.skip, suspected=suspected, why=why)
 
 
-def _try_otherwise(failures: Sequence[LaunchFailure], means: Means, starts: int) -> Plan:
+def _try_otherwise(failures: Sequence[LaunchFailure], means: Means, begun: int) -> Plan:
     """Return the next try after a failure that the same steps, or a change, don't prevent."""
     newest = failures[-1]
     tried = {failure.choice for failure in failures}
-    has_left_out = not tried.isdisjoint({"skip", "back_skip"})
-    if not has_left_out and "back" not in tried and means.can_skip and starts < means.starts:
+    can_skip = means.can_skip and newest.is_single and begun < means.starts
+    if tried.isdisjoint({"skip", "back"}) and can_skip:
         return Plan(
             choice="skip",
             skip=(newest.step, newest.step),
@@ -240,31 +257,20 @@ def _try_otherwise(failures: Sequence[LaunchFailure], means: Means, starts: int)
             why="the same steps failed again in the same way",
         )
     if newest.is_numeric and means.older is not None and "back" not in tried:
-        without = "other samples failed too" if has_left_out else "the same steps failed again"
+        without = "other samples failed too" if "skip" in tried else "the same steps failed again"
         return Plan(
             choice="back",
             resume_from=means.older,
             suspected="state",
             why=f"{without}: the checkpoint may be damaged",
         )
-    backs = [failure for failure in failures if failure.choice == "back"]
-    begun = sum(failure.start == backs[0].start for failure in failures) if backs else 0
-    if backs and "back_skip" not in tried and means.can_skip and begun < means.starts:
-        count = 2 if "skip" in tried else 1
-        return Plan(
-            choice="back_skip",
-            resume_from=backs[0].start,
-            skip=(newest.step, newest.step + count - 1),
-            suspected="data",
-            why="an older checkpoint failed in the same step: the samples of several steps",
-        )
-    if has_left_out:
+    if "skip" in tried:
         why = "the step failed with other samples too: the program, or the state long before"
     elif newest.is_numeric:
         why = "the same steps failed again: the samples of the step, or the state long before"
     else:
         why = "the same steps failed again in the same way: the program, or the samples of the step"
-    return Plan(choice="stop", suspected="program" if not newest.is_numeric else "unknown", why=why)
+    return Plan(choice="stop", suspected="unknown" if newest.is_numeric else "program", why=why)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +363,6 @@ _TRIES: Final[dict[Choice, str]] = {
     "retry": "the same steps are done again",
     "skip": "the samples of the step are left out",
     "back": "the run goes back to an older checkpoint",
-    "back_skip": "the run goes back to an older checkpoint, and leaves samples out",
     "stop": "the run stops",
 }
 
@@ -373,7 +378,8 @@ def describe_next(plan: Plan, failures: Sequence[LaunchFailure], means: Means) -
         start=plan.resume_from or means.head,
         choice=plan.choice,
         skip=plan.skip,
-        is_same=True if plan.choice == "retry" else None,
+        reference=newest.launch,
+        is_same=plan.choice == "retry",
         difference=None,
     )
     return f"after the same failure: {_TRIES[decide([*failures, again], means).choice]}"
@@ -383,16 +389,16 @@ def describe_plan(plan: Plan, failure: LaunchFailure) -> str:
     """Return a decision as a sentence: the failure, the choice and the reason."""
     text = f"launch {failure.launch} failed in step {failure.step} ({failure.text})"
     action = _TRIES[plan.choice]
-    if plan.skip is not None:
-        first, last = plan.skip
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        action = action.replace("of the step ", f"of {steps} ")
+    if plan.choice == "retry" and plan.skip is not None:
+        action += f", without the samples of step {plan.skip[0]}"
+    elif plan.skip is not None:
+        action = action.replace("the step ", f"step {plan.skip[0]} ")
     if plan.resume_from is not None:
         action += f", {plan.resume_from}"
     return fit_string(f"{text}: {action}, because {plan.why}", TEXT_LENGTH)
 
 
-def find_failures_that_belong_together(
+def relate_failures(
     failures: Sequence[LaunchFailure], saved: Sequence[tuple[int, int]]
 ) -> list[LaunchFailure]:
     """Return the newest failures in steps that no later launch has saved.
@@ -417,25 +423,28 @@ def explain_success(
 
     Args:
         decision: the decision that led to the launch.
-        difference: other results of the same steps under the claim T1; None without any.
+        difference: other results of the same steps; None without any.
         launch: number of the launch.
     """
-    step = decision.step
-    cause: Cause
-    if difference is not None:
-        cause = "hardware"
-        text = f"with other results of the same steps: {difference}"
-        text += ". Leave the machine out, or check the machine" if difference.nodes else ""
-    elif decision.choice in ("skip", "back_skip"):
+    cause: Cause = "unknown"
+    if decision.skip is not None:
         cause = "data"
         text = "without the samples that were left out"
+    elif difference is not None:
+        cause = "hardware" if difference.is_proven else "unknown"
+        text = f"with other results of the same steps: {difference}"
+        if difference.is_proven and difference.nodes:
+            text += ". Leave the machine out, or check the machine"
+        elif not difference.is_proven:
+            text += ". Kernels that aren't deterministic, state outside of the State and hardware"
+            text += " look the same"
     elif decision.choice == "back":
         cause = "state"
         text = "from the older checkpoint"
     else:
         cause = "outside" if decision.kind in ("lost", "outside") else "unknown"
         text = "and the failure didn't happen again"
-    text = fit_string(f"launch {launch} passed step {step}, {text}", TEXT_LENGTH)
+    text = fit_string(f"launch {launch} passed step {decision.step}, {text}", TEXT_LENGTH)
     return HealingOutcome(launch=launch, cause=cause, text=text)
 
 
@@ -443,22 +452,27 @@ def describe_failure(failure: LaunchFailure, writer_count: int) -> list[str]:
     """Return the evidence of a failure, a sentence each."""
     process = f"process {failure.writer}: " if writer_count > 1 and failure.kind != "lost" else ""
     found = [f"launch {failure.launch}, step {failure.step}: {process}{failure.text}"]
+    earlier = f"launch {failure.launch} beside launch {failure.reference}"
     if failure.difference is not None:
-        found.append(f"launch {failure.launch}: {failure.difference}")
+        found.append(f"{earlier}: {failure.difference}")
+    elif failure.same_count:
+        plural = "s" * (failure.same_count != 1)
+        found.append(f"{earlier}: {failure.same_count} step{plural} with the same results")
     elif failure.is_same:
-        found.append(f"launch {failure.launch} had the results of the launch before in each step")
+        found.append(f"{earlier}: no step to compare before the failure; the same is expected")
     return [fit_string(sentence, TEXT_LENGTH) for sentence in found]
 
 
 def classify(ending: Ending | None) -> tuple[FailureKind, str, str, bool] | None:
     """Return kind, words, signature and numeric nature of a failure; None for a good end."""
     if ending is None:
-        return "lost", "ended without a trace", "", False
-    if ending.kind == "closed":
+        return "lost", "no record of the end", "", False
+    if ending.kind in ("closed", "unknown"):
         return None
-    words = ending.text if ending.kind == "alarm" else f"{ending.name}: {ending.text}"
-    signature = "" if ending.kind == "alarm" else f"{ending.name} {ending.place}"
-    return ending.kind, words, signature, ending.is_numeric
+    is_alarm = ending.kind == "alarm"
+    words = ending.text if is_alarm else f"{ending.name}: {ending.text}"
+    signature = _NUMBER.sub("#", ending.text) if is_alarm else f"{ending.name} {ending.place}"
+    return cast("FailureKind", ending.kind), words, signature, ending.is_numeric
 
 
 def read_decisions(store: Store) -> dict[int, Decision]:

@@ -170,7 +170,9 @@ class StepsHeader:
         streams: the names of the RNG streams, in the order of their digests.
         tensors: a digest of the names, shapes and dtypes of the sampled tensors; empty before the
             first step.
-        node: the name of the machine; empty if unknown.
+        node: the name of the machine; empty without a healer.
+        follows: the number of the failed launch whose decision this launch follows; 0 without a
+            decision; None without a healer.
     """
 
     run_id: str
@@ -183,6 +185,7 @@ class StepsHeader:
     streams: tuple[str, ...]
     tensors: str
     node: str = ""
+    follows: int | None = None
 
     def dump(self) -> bytes:
         """Return the bytes of the header, `ENDING_PLACE` in all."""
@@ -213,7 +216,8 @@ class Ending:
 
     Attributes:
         kind: "closed" (the run was closed without an error), "alarm", "error" (an exception of the
-            program), or "outside" (an exception that a store, a network or another process caused).
+            program), "outside" (an exception that a store, a network or another process caused), or
+            "unknown" (the witness was switched off).
         step: the number of the step under way.
         name: the type of the exception, with its module; empty without an exception.
         place: file, line and function that raised the exception.
@@ -221,7 +225,7 @@ class Ending:
         is_numeric: whether numbers that aren't finite, or rise, are the cause.
     """
 
-    kind: Literal["closed", "alarm", "error", "outside"]
+    kind: Literal["closed", "alarm", "error", "outside", "unknown"]
     step: int
     name: str = ""
     place: str = ""

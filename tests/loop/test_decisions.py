@@ -21,9 +21,9 @@ from ckptfmt.run.failures import (
     decide,
     describe_next,
     describe_plan,
-    find_failures_that_belong_together,
     merge_differences,
     read_decisions,
+    relate_failures,
 )
 from ckptfmt.run.witness import ENDING_PLACE, HEADER_NBYTES, Ending, StepDifference
 from ckptfmt.store import open_store
@@ -40,12 +40,15 @@ def again(*choices: Any, first: LaunchFailure = ALARM) -> list[LaunchFailure]:
     """Return a failure, and the same failure after each choice."""
     found = [first]
     for number, choice in enumerate(choices):
-        start = OLDER if choice in ("back", "back_skip") else HEAD
-        is_same = True if choice == "retry" else None
-        skip = (26, 26) if choice in ("skip", "back_skip") else None
         found.append(
             dataclasses.replace(
-                first, launch=2 + number, start=start, choice=choice, is_same=is_same, skip=skip
+                first,
+                launch=2 + number,
+                start=OLDER if choice == "back" else HEAD,
+                choice=choice,
+                reference=1,
+                is_same=choice == "retry",
+                skip=(26, 26) if choice == "skip" else None,
             )
         )
     return found
@@ -57,8 +60,7 @@ def again(*choices: Any, first: LaunchFailure = ALARM) -> list[LaunchFailure]:
         (again(), MEANS, "retry"),
         (again("retry"), MEANS, "skip"),
         (again("retry", "skip"), MEANS, "back"),
-        (again("retry", "skip", "back"), MEANS, "back_skip"),
-        (again("retry", "skip", "back", "back_skip"), MEANS, "stop"),
+        (again("retry", "skip", "back"), MEANS, "stop"),
         (again("retry"), dataclasses.replace(MEANS, can_skip=False), "back"),
         (again("retry", "back"), dataclasses.replace(MEANS, can_skip=False), "stop"),
         (again("retry", "skip"), dataclasses.replace(MEANS, older=None), "stop"),
@@ -73,8 +75,8 @@ def test_the_next_try_follows_from_the_failures(
     """Spec: REQ-RUN-063."""
     plan = decide(failures, means)
     assert plan.choice == choice
-    assert plan.resume_from == (OLDER if choice in ("back", "back_skip") else None)
-    assert plan.skip == {"skip": (26, 26), "back_skip": (26, 27)}.get(choice)
+    assert plan.resume_from == (OLDER if choice == "back" else None)
+    assert plan.skip == ((26, 26) if choice == "skip" else None)
     assert "\n" not in describe_plan(plan, failures[-1])
     assert describe_next(plan, failures, means)
 
@@ -87,7 +89,7 @@ def test_another_step_or_another_error_is_another_failure() -> None:
 
 
 def test_without_a_comparison_the_same_failure_is_tried_again_and_then_the_run_stops() -> None:
-    failures = [dataclasses.replace(one, is_same=None) for one in again("retry", "retry")]
+    failures = [dataclasses.replace(one, is_same=False) for one in again("retry", "retry")]
     chosen = [decide(failures[: count + 1], MEANS).choice for count in range(3)]
     assert chosen == ["retry", "retry", "stop"]
 
@@ -107,7 +109,8 @@ FAILED = st.builds(
     kind=st.sampled_from(["alarm", "error", "outside", "lost"]),
     signature=st.sampled_from(["", "K", "V"]),
     is_numeric=st.booleans(),
-    is_same=st.sampled_from([None, True]),
+    is_same=st.booleans(),
+    is_single=st.booleans(),
     difference=st.none(),
 )
 
@@ -144,10 +147,10 @@ def test_every_sequence_of_failures_ends_and_no_checkpoint_is_tried_too_often(
 
 def test_failures_belong_together_until_a_later_launch_has_saved_the_step() -> None:
     failures = again("retry", "skip")
-    assert find_failures_that_belong_together(failures, [(1, 20)]) == failures
-    assert find_failures_that_belong_together(failures, [(1, 26), (3, 25)]) == failures
-    assert find_failures_that_belong_together(failures, [(2, 26)]) == failures[1:]
-    assert find_failures_that_belong_together(failures, [(3, 30)]) == failures[2:]
+    assert relate_failures(failures, [(1, 20)]) == failures
+    assert relate_failures(failures, [(1, 26), (3, 25)]) == failures
+    assert relate_failures(failures, [(2, 26)]) == failures[1:]
+    assert relate_failures(failures, [(3, 30)]) == failures[2:]
 
 
 def differing(writer: int, what: Any = "loss", step: int = 23) -> Any:
@@ -162,6 +165,20 @@ def test_the_process_whose_loss_differs_is_named_with_its_machines() -> None:
     later = merge_differences([differing(0, step=22), differing(1)], 2)
     assert later is not None
     assert later.writers == (0,)
+
+
+def test_a_difference_is_the_hardware_if_some_processes_agree_or_the_program_is_deterministic() -> (
+    None
+):
+    assert getattr(merge_differences([differing(1)], 2), "is_proven", None) is True
+    assert getattr(merge_differences([differing(0)], 1), "is_proven", None) is False
+    verified = merge_differences([differing(0)], 1, has_verified=True)
+    assert getattr(verified, "is_proven", None) is True
+
+
+def test_samples_of_a_step_that_was_not_counted_alone_stay() -> None:
+    failures = [dataclasses.replace(one, is_single=False) for one in again("retry")]
+    assert decide(failures, MEANS).choice == "back"
 
 
 def test_no_process_is_named_if_all_differ_alike() -> None:
@@ -224,11 +241,24 @@ def raised(error: BaseException) -> BaseException:
 
 
 NUMERIC = [ValueError("loss is nan"), FloatingPointError("overflow")]
-GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+OUTSIDE = [
+    OSError(5, "Input/output error"),
+    ConnectionResetError(),
+    RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+]
+PROGRAM = [
+    SystemExit(1),
+    IndexError("index 7"),
+    MemoryError(),
+    RuntimeError("size"),
+    OSError("image file is truncated"),
+    FileNotFoundError(2, "No such file", "shard-7"),
+]
 ENDS: dict[str, list[BaseException | None]] = {
     "closed": [None, KeyboardInterrupt(), SystemExit(0)],
-    "error": [*NUMERIC, SystemExit(1), IndexError("index 7"), MemoryError(), RuntimeError("size")],
-    "outside": [OSError(5, "Input/output error"), ConnectionResetError(), GLOO],
+    "error": [*NUMERIC, *PROGRAM],
+    "outside": [*OUTSIDE],
 }
 
 
@@ -243,6 +273,15 @@ def test_the_end_of_a_launch_is_told_from_the_exception(
     if error is not None and kind != "closed":
         assert found.step == 26
         assert found.place.startswith("test_decisions.py:")
+
+
+def test_an_exit_code_after_a_stop_is_no_failure() -> None:
+    assert ending_of(SystemExit(1), step=3, alarm=None, has_stopped=True).kind == "closed"
+
+
+def test_an_alarm_of_the_program_is_no_failure_of_numbers() -> None:
+    assert not ending_of(None, step=26, alarm=(26, "step 26: checksums differ")).is_numeric
+    assert ending_of(None, step=26, alarm=(25, "step 25: grad_norm is 90")).is_numeric
 
 
 def test_an_alarm_ends_a_launch_whatever_is_raised() -> None:
