@@ -370,6 +370,13 @@ class _Part:
             f"{name}: a wrong digest of the header",
         )
         listed = _parse_header(name, raw, at)
+        widths = [
+            DTYPES[self._owners[extent["box"]]["dtype"]][0]
+            for extent in extents
+            if extent["block_count"]
+        ]
+        is_ordered = widths == sorted(widths, reverse=True)
+        _require(is_ordered, f"{name}: narrower elements lie before wider elements")
         for extent in extents:
             owner = self._owners[extent["box"]]
             box = self._boxes[extent["box"]]

@@ -50,6 +50,7 @@ from ckptfmt.features import READER_FEATURES
 from ckptfmt.limits import FORMAT_VERSION
 from ckptfmt.loading.restore import plan_restore
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.failures import Decision
 from ckptfmt.run.ledger import LedgerEntry
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.run.witness import WitnessRecord
@@ -615,6 +616,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "labels": lambda content, where: LabelsRecord.parse(content, where=where),
     "ledger": lambda content, where: LedgerEntry.parse(content, where=where),
     "witness": lambda content, where: WitnessRecord.parse(content, where=where),
+    "healing": lambda content, where: Decision.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
     "failure": lambda content, where: parse_failure(content, where=where),
     **dict.fromkeys(

@@ -205,3 +205,14 @@ class Miswriting(Reference):
         kind = numpy_dtype(dtype)
         count = kind.itemsize * int(np.prod(shape, dtype=np.int64))
         return np.arange(count, dtype=np.int64).astype(np.uint8).view(kind).reshape(shape)
+
+
+def _sort_without_widths(rows: Any, *, key: Any) -> list[Any]:
+    return sorted(rows, key=lambda row: key(row)[1:])
+
+
+class NarrowBefore(Reference):
+    """It lays out boxes by size alone, so that wider elements aren't aligned."""
+
+    convicted_by = ("opening/valid/write-dtypes",)
+    replacements = (("ckptfmt.documents.shard:sorted", _sort_without_widths),)
