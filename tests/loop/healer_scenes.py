@@ -721,6 +721,8 @@ def play(case: Case, directory: Path, *, healer: HealerName = "healer") -> Resul
         done = "done" if is_whole and ends == {"done"} else "error"
         end = next((one for one in ("stopped", "loop") if one in ends), done)
         text = next((one.get("text", "") for one in reports), "killed")
+    if not run.is_dir():
+        raise RuntimeError(f"{case.describe()}: {processes} starts made no run: {text}")
     skips: tuple[tuple[int, int], ...] = ()
     is_same = False
     if end == "done":
