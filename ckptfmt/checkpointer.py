@@ -1144,8 +1144,7 @@ class Checkpointer:
         except CkptError as error:
             if error.code not in (Code.NOT_COMMITTED, Code.HEALING_STOPPED):
                 raise
-            if error.code == Code.NOT_COMMITTED:
-                self._talk.say("no save to go back to: %s", error.detail, level=logging.WARNING)
+            self._talk.say("the run stops: %s", error.detail, level=logging.WARNING)
             return False
         self.rewinds += 1
         return True

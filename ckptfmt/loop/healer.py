@@ -100,8 +100,9 @@ class Healer:
     Attributes:
         quarantine: greatest number of samples to leave out of the run; by default 0, for none. Only
             a `Sampler` without ``pipeline=True`` leaves samples out.
-        starts: greatest number of failing launches from one checkpoint; by default 3. Where
-            machines are often taken away between two saves, choose a greater number.
+        starts: greatest number of launches that fail in one step, or begin at one checkpoint and
+            fail; by default 3. Where machines are often taken away between two saves, choose a
+            greater number.
         on_decision: function to call on process 0 with each `Decision`, and again with the
             outcome; by default None. An exception in the function is logged.
 

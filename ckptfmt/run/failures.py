@@ -237,7 +237,7 @@ def _retry(newest: LaunchFailure, means: Means, starts: int) -> Plan:
     elif newest.reference is None:
         why = "one failure doesn't show whether the same steps fail again"
     else:
-        why = f"the steps of launch {newest.reference} weren't done in the same way"
+        why = f"nothing shows that launch {newest.reference} did the same steps in the same way"
     if starts >= means.starts:
         tried = f"{starts} launches failed in this step, or began at {means.head or 'step 0'}"
         return Plan(choice="stop", suspected=suspected, why=f"{tried}; {why}")

@@ -32,12 +32,13 @@ SAVINGS = {
 class Training:
     """A training with dropout, momentum and a schedule, over samples in a random order."""
 
-    def __init__(self, *, workers: int = 0) -> None:
+    def __init__(self, *, workers: int = 0, device: str = "cpu") -> None:
         torch.manual_seed(3)
+        self.device = device
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.5),
             torch.nn.Linear(64, 1),
-        )  # fmt: skip
+        ).to(device)  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.7)
         self.sampler = ckptfmt.Sampler(60, global_batch=4, seed=1)
@@ -63,7 +64,7 @@ class Training:
         )
 
     def train(self, step: int, batch: Any, *, poison: Any = None) -> float:
-        inputs = batch[:, :4]
+        inputs = batch[:, :4].to(self.device)
         loss = self.model(inputs).square().mean()
         if poison is not None and poison in batch[:, 4].int().tolist():
             loss = loss * float("nan")
@@ -77,9 +78,9 @@ class Training:
     def bits(self) -> list[bytes]:
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.model.state_dict().values(), *moments]
-        return [tensor.numpy().tobytes() for tensor in tensors] + [
-            torch.get_rng_state().numpy().tobytes()
-        ]
+        streams = [torch.get_rng_state()]
+        streams += [torch.cuda.get_rng_state()] if self.device == "cuda" else []
+        return [tensor.cpu().numpy().tobytes() for tensor in (*tensors, *streams)]
 
 
 def undisturbed(**options: Any) -> Training:
@@ -124,6 +125,24 @@ def test_rewinds_at_any_time_end_in_the_bits_of_the_undisturbed_run(
     with ckptfmt.Checkpointer(tmp_path, again.state, saving=saving) as checkpointer:
         assert checkpointer.step == STEPS
     assert again.bits()[:-1] == right.bits()[:-1]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("saving", SAVINGS.values(), ids=SAVINGS.keys())
+def test_rewinds_on_a_device_end_in_the_bits_of_the_undisturbed_run(
+    tmp_path: Path, saving: ckptfmt.Saving
+) -> None:
+    right = undisturbed(device="cuda")
+    training = Training(device="cuda")
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=2, saving=saving) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step in (5, 12, 19) and checkpointer.rewinds < (step + 2) // 7:
+                checkpointer.rewind()
+    assert checkpointer.rewinds == 3
+    assert (training.rows, training.bits()) == (right.rows, right.bits())
 
 
 def test_a_rewind_that_leaves_the_streams_is_seen(tmp_path: Path) -> None:
