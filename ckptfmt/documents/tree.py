@@ -433,10 +433,18 @@ _ENCODERS: Final[dict[type, _Encoder]] = {
 
 
 def _one_by_one(items: list[Any], where: _Where) -> list[Any]:
-    """Return the entries of an unpacked list. Raises: ValueError if the list has to be packed."""
+    """Return the entries of an unpacked list.
+
+    Raises: FormatError(TREE_TAG) if the list has to be packed.
+    """
     values = _decode_items(items, where)
     if len(values) >= limits.COMPACT_ITEMS and pack_items(values) is not None:
-        raise ValueError
+        raise err(
+            Code.TREE_TAG,
+            f"{len(values)} entries of one kind aren't packed",
+            where=_place(where),
+            requirement="REQ-TRE-010",
+        )
     return values
 
 
