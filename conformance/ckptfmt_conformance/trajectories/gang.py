@@ -64,13 +64,15 @@ class Gang:
         """Run ``function(rank, *arguments)`` on every process, and return the results by rank.
 
         After the first failure of a process, the other processes have `GRACE_S` left, since they
-        may wait for the failed process.
+        may wait for the failed process. The end of a process comes before tracebacks, which may
+        tell of the lost connection alone.
 
         Raises: RuntimeError with the first traceback, or with the silent ranks. The gang is closed
         then.
         """
         waiting: dict[Connection, int] = {}
         answers: dict[int, Any] = {}
+        died: str | None = None
         failure: str | None = None
         end_s = time.monotonic() + timeout_s
         for rank, (_, connection) in enumerate(self._members):
@@ -81,10 +83,14 @@ class Gang:
             for ready in wait(list(waiting), left_s):
                 connection = cast("Connection", ready)
                 rank = waiting.pop(connection)
-                trace, answers[rank] = _receive(connection, rank)
+                try:
+                    trace, answers[rank] = connection.recv()
+                except (EOFError, OSError):
+                    trace = died = died or f"process {rank} died"
                 if trace is not None:
                     failure = failure or trace
                     end_s = min(end_s, time.monotonic() + GRACE_S)
+        failure = died or failure
         if waiting and failure is None:
             failure = f"processes {sorted(waiting.values())} didn't answer within {timeout_s:g} s"
         if failure is not None:
@@ -99,14 +105,6 @@ class Gang:
             process.kill()
             process.join()
         self._members = []
-
-
-def _receive(connection: Connection, rank: int) -> tuple[str | None, Any]:
-    try:
-        answer: tuple[str | None, Any] = connection.recv()
-    except (EOFError, OSError):
-        return f"process {rank} died", None
-    return answer
 
 
 def start_process(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
