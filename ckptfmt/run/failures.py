@@ -63,7 +63,7 @@ class ResultDifference:
     is_proven: bool
 
     def __str__(self) -> str:
-        result = f"step {self.step} has another {WORDS[self.member]}"
+        result = f"step {self.step} differs in the {WORDS[self.member]}"
         if not self.nodes:
             return f"{result} on all processes, so that no machine stands out"
         writers = " and ".join(str(writer) for writer in self.writers)
@@ -431,7 +431,8 @@ def explain_success(
         cause = "data"
         text = "without the samples that were left out"
     elif difference is not None:
-        cause = "hardware" if difference.is_proven else "unknown"
+        unproven: Cause = "state" if decision.choice == "back" else "unknown"
+        cause = "hardware" if difference.is_proven else unproven
         text = f"with other results of the same steps: {difference}"
         if difference.is_proven and difference.nodes:
             text += ". Leave the machine out, or check the machine"

@@ -161,7 +161,7 @@ def differing(writer: int, what: Any = "loss", step: int = 23) -> Any:
 def test_the_process_whose_loss_differs_is_named_with_its_machines() -> None:
     found = merge_differences([differing(0, "weights"), differing(1)], 2)
     assert found is not None
-    assert str(found) == "step 23 has another loss on process 1 (node-1 and new-1)"
+    assert str(found) == "step 23 differs in the loss on process 1 (node-1 and new-1)"
     later = merge_differences([differing(0, step=22), differing(1)], 2)
     assert later is not None
     assert later.writers == (0,)
