@@ -212,7 +212,7 @@ def _sort_without_widths(rows: Any, *, key: Any) -> list[Any]:
 
 
 class NarrowBefore(Reference):
-    """A writer with boxes laid out by size alone: wider elements aren't aligned."""
+    """It lays out boxes by size alone: elements of eight bytes follow elements of a byte."""
 
     convicted_by = ("opening/valid/write-dtypes",)
     replacements = (("ckptfmt.documents.shard:sorted", _sort_without_widths),)
