@@ -73,6 +73,11 @@ STARTS_AT_ONE: Final = 3
 _START_S: Final = 120.0
 #: Longest wait of a process for another process, in seconds.
 _WAIT_S: Final = 60.0
+#: Longest time until the processes of a start have met, in seconds, and the number of tries.
+_MEET_S: Final = 20.0
+_MEETINGS: Final = 4
+#: The reports of a start whose processes haven't met.
+_NOT_MET: Final = [{"end": "not met"}]
 #: Time from SIGTERM to SIGKILL in seconds.
 _TERM_S: Final = 5.0
 _SAMPLES: Final = 400
@@ -630,6 +635,7 @@ class _Start:
                 world_size=self.case.world,
                 timeout=dt.timedelta(seconds=_WAIT_S),
             )
+        (self.place / f"met-{rank}").touch()
         try:
             report = _train(self.case, self.run, rank=rank, skips=self.skips)
         except CkptError as error:
@@ -655,11 +661,33 @@ class _Start:
 
 
 def _run_start(start: _Start) -> list[dict[str, Any]] | None:
+    """Start a job, again and again until the processes have met; see `_try_start`.
+
+    On a busy machine, gloo's processes may not reach each other.
+    """
+    for number in range(_MEETINGS):
+        told = _try_start(start, is_last=number == _MEETINGS - 1)
+        if told != _NOT_MET:
+            return told
+        shutil.rmtree(start.place)
+    raise AssertionError  # the last try has another result
+
+
+def _have_met(start: _Start) -> bool:
+    """Return whether all processes of a start have reached each other."""
+    return all((start.place / f"met-{rank}").exists() for rank in range(start.case.world))
+
+
+def _try_start(start: _Start, *, is_last: bool) -> list[dict[str, Any]] | None:
     """Start the processes of a job, and wait for all; None if the job didn't end in time.
 
     As torchrun does, the end of one process with an error ends the other one.
 
-    Returns: the report of each process that wrote a report.
+    Args:
+        is_last: whether to wait for a meeting of the processes as for the job.
+
+    Returns: the report of each process that wrote a report; `_NOT_MET` if the processes haven't met
+        in time.
     """
     case = start.case
     start.place.mkdir(parents=True)
@@ -673,7 +701,10 @@ def _run_start(start: _Start) -> list[dict[str, Any]] | None:
         living.add(pid)
     end_s = time.monotonic() + _START_S
     due: dict[int, float] = {signal.SIGKILL: end_s}
+    meet_s = end_s if is_last else time.monotonic() + _MEET_S
     while living:
+        if time.monotonic() >= meet_s and not _have_met(start):
+            due = {signal.SIGKILL: 0.0}
         for pid in list(living):
             found, status = os.waitpid(pid, os.WNOHANG)
             if not found:
@@ -688,6 +719,8 @@ def _run_start(start: _Start) -> list[dict[str, Any]] | None:
                 for pid in living:
                     os.kill(pid, number)
         time.sleep(0.002)
+    if not is_last and not _have_met(start):
+        return _NOT_MET
     if time.monotonic() >= end_s:
         return None
     paths = sorted(start.place.glob("report-[0-9]"))
