@@ -673,6 +673,14 @@ def _run_start(start: _Start) -> list[dict[str, Any]] | None:
     raise AssertionError  # the last try has another result
 
 
+def _fork(start: _Start, rank: int) -> int:
+    """Start a process of a start, and return the id."""
+    pid = os.fork()
+    if pid == 0:
+        start.be(rank)
+    return pid
+
+
 def _have_met(start: _Start) -> bool:
     """Return whether all processes of a start have reached each other."""
     return all((start.place / f"met-{rank}").exists() for rank in range(start.case.world))
@@ -693,12 +701,7 @@ def _try_start(start: _Start, *, is_last: bool) -> list[dict[str, Any]] | None:
     start.place.mkdir(parents=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    living = set()
-    for rank in range(case.world):
-        pid = os.fork()
-        if pid == 0:
-            start.be(rank)
-        living.add(pid)
+    living = {_fork(start, rank) for rank in range(case.world)}
     end_s = time.monotonic() + _START_S
     due: dict[int, float] = {signal.SIGKILL: end_s}
     meet_s = end_s if is_last else time.monotonic() + _MEET_S
