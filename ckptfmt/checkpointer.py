@@ -856,13 +856,13 @@ class Checkpointer:
         # After a stop no further save is due: the stop has saved. Explicit requests are still met.
         requested = self._requested
         self._requested = None
+        must = is_last or (self._healing is not None and self._healing.is_passed(step))
         will_save = (
             bool(requested)
-            or is_last
+            or must
             or (self._rehearsal is not None and self._rehearsal.save_at == step)
         )
-        must = is_last or (self._healing is not None and self._healing.is_passed(step))
-        is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save or must)
+        is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
         if self._goes_back_later and self._pace.asks_rewind:
             self._must_go_back = True
             return None
@@ -874,9 +874,7 @@ class Checkpointer:
             self._save_and_stop(label)
             return self._handle
         handle = (
-            self._save(must=must, label=label, to_home=to_home)
-            if is_due or will_save or must
-            else None
+            self._save(must=must, label=label, to_home=to_home) if is_due or will_save else None
         )
         self._pace.beat()
         if self._rehearsal is not None and self._rehearsal.is_over(self.step):

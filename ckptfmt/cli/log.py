@@ -233,8 +233,8 @@ def run_members(place: Place, history: History) -> dict[str, object]:
         "launches": [
             {
                 **dataclasses.asdict(launch),
-                "witness": _verdict_members(history.verdicts.get(launch.launch)),
-                "healing": _decision_members(history.decisions.get(launch.launch)),
+                "witness": _record_members(history.verdicts.get(launch.launch)),
+                "healing": _record_members(history.decisions.get(launch.launch)),
             }
             for launch in reversed(history.launches)
         ],
@@ -242,19 +242,11 @@ def run_members(place: Place, history: History) -> dict[str, object]:
     }
 
 
-def _verdict_members(verdict: WitnessRecord | None) -> dict[str, object] | None:
-    """Return the verdict on a launch's steps as members; None without a verdict."""
-    if verdict is None:
+def _record_members(record: WitnessRecord | Decision | None) -> dict[str, object] | None:
+    """Return a record about a launch as members; None without a record."""
+    if record is None:
         return None
-    members = dataclasses.asdict(verdict)
-    return {name: value for name, value in members.items() if name not in ("run_id", "launch")}
-
-
-def _decision_members(decision: Decision | None) -> dict[str, object] | None:
-    """Return the decision after a launch's failure as members; None without a decision."""
-    if decision is None:
-        return None
-    members = dataclasses.asdict(decision)
+    members = dataclasses.asdict(record)
     return {name: value for name, value in members.items() if name not in ("run_id", "launch")}
 
 

@@ -443,12 +443,7 @@ class Sampler:
 
         Raises: StateError(ARGUMENT) for a step before the loaded cursor.
         """
-        position = self._first_position(step)
-        return int(
-            (
-                self._course.stretch(position, position + self._plan.global_batch).uses == COUNTS
-            ).sum()
-        )
+        return int((self._course.stretch(*self.positions_of(step)).uses == COUNTS).sum())
 
     @property
     def global_batch(self) -> int:

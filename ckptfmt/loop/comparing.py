@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from ckptfmt.run.witness import WORDS, StepRecord, What
+from ckptfmt.run.witness import RESULTS, WORDS, StepRecord, What
 
 #: The difference in words, for members without a printable number.
 _DIFFERS: Final[dict[str, str]] = {
@@ -79,19 +79,7 @@ def compare_steps(
         )
     if drawn is not None:
         differs["rng"] = bool(drawn)
-    is_alike = earlier.is_several == now.is_several
-    for name in ("batch", "loss", "grad_norm", "options"):
-        if name in ("loss", "grad_norm") and not is_alike:
-            continue  # a single number isn't comparable with a digest of several numbers
-        if getattr(earlier, name) is not None and getattr(now, name) is not None:
-            differs[name] = getattr(earlier, name) != getattr(now, name)
-    if (
-        same_tensors
-        and earlier.is_full == now.is_full
-        and earlier.weights is not None
-        and now.weights is not None
-    ):
-        differs["weights"] = earlier.weights != now.weights
+    differs |= _differing_members(earlier, now, same_tensors=same_tensors)
     compared = tuple(differs)
     what = next((name for name in compared if differs[name]), None)
     if what is None:
@@ -108,12 +96,24 @@ def have_same_results(earlier: StepRecord, now: StepRecord, *, same_tensors: boo
     Args:
         same_tensors: whether both digests of the weights cover the same tensors.
     """
-    names = {"loss", "grad_norm"} if earlier.is_several == now.is_several else set()
+    differs = _differing_members(earlier, now, same_tensors=same_tensors)
+    results = [is_other for name, is_other in differs.items() if name in RESULTS]
+    return bool(results) and not any(results)
+
+
+def _differing_members(
+    earlier: StepRecord, now: StepRecord, *, same_tensors: bool
+) -> dict[What, bool]:
+    """Return whether each comparable member differs, except for samples and RNG streams."""
+    names: list[What] = ["batch", "loss", "grad_norm", "options"]
+    if earlier.is_several != now.is_several:
+        names = ["batch", "options"]  # a number isn't comparable with a digest of several numbers
     if same_tensors and earlier.is_full == now.is_full:
-        names.add("weights")
-    both = [(getattr(earlier, name), getattr(now, name)) for name in names]
-    known = [(one, other) for one, other in both if one is not None and other is not None]
-    return bool(known) and all(one == other for one, other in known)
+        names.append("weights")
+    both = [(name, getattr(earlier, name), getattr(now, name)) for name in names]
+    return {
+        name: one != other for name, one, other in both if one is not None and other is not None
+    }
 
 
 def _differing_streams(

@@ -12,7 +12,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ckptfmt.adapters.data_loaders import find_samplers
 from ckptfmt.documents.canonical import fit_string
@@ -81,6 +81,8 @@ _ERRNOS: Final = frozenset(
 )
 #: How `Triggers` begins an alarm about a number.
 _FED: Final = ("loss ", "grad_norm ")
+#: The findings in step logs about some launches, by the number of the launch: one for each log.
+Findings: TypeAlias = Mapping[int, Sequence[Mapping[str, Any]]]
 _NUMERIC: Final = re.compile(r"\b(nan|inf|infinit\w*|non-?finite|not finite)\b", re.IGNORECASE)
 
 
@@ -177,11 +179,11 @@ class Healing:
         group = self._group
         survey = _Survey(self._store) if group.writer == 0 else None
         run_id, numbers = group.run_on_first(lambda: ("", []) if survey is None else survey.read())
-        told = group.all_gather(group.together(lambda: _look(self._store, run_id, numbers, group)))
+        findings = self._look_together(run_id, numbers)
         batch = _batch_of(state) if self._healer.quarantine else 0
         obstacle = _find_obstacle(state, self._healer.quarantine)
         found = group.run_on_first(
-            lambda: None if survey is None else self._decide(survey, told, batch, obstacle)
+            lambda: None if survey is None else self._decide(survey, findings, batch, obstacle)
         )
         self._left_out = [(first, last) for first, last in found["left_out"]]
         if found["content"] is None:
@@ -207,12 +209,12 @@ class Healing:
         return decision.resume_from or "auto"
 
     def _decide(
-        self, survey: _Survey, told: Sequence[Mapping[str, Any]], batch: int, obstacle: str
+        self, survey: _Survey, findings: Findings, batch: int, obstacle: str
     ) -> dict[str, Any]:
         """Decide and record; return the decision and its trouble as members. On process 0 only."""
         healed = [one for one in survey.decisions.values() if is_healed_by_skip(one)]
         answer: dict[str, Any] = {"left_out": [one.skip for one in healed], "content": None}
-        failures = survey.find_failures(told)
+        failures = survey.find_failures(findings)
         if not failures:
             return answer
         newest = failures[-1]
@@ -304,29 +306,34 @@ class Healing:
         """
         decision = self.decision
         trouble = self._trouble
-        group = self._group
         assert decision is not None  # noqa: S101
         self.decision = None
-        numbers = [trouble.reference, launch.launch]
-        told = group.all_gather(
-            group.together(lambda: _look(self._store, launch.run_id, numbers, group))
-        )
-        findings = [one for theirs in told for one in theirs.get(str(launch.launch), ())]
+        number = launch.launch
+        findings = self._look_together(launch.run_id, [trouble.reference, number])[number]
         found = _merge(findings, trouble.reference, has_verified=trouble.has_verified)
-        outcome = explain_success(decision, found, launch.launch)
+        outcome = explain_success(decision, found, number)
         ended = dataclasses.replace(decision, outcome=outcome)
         if is_healed_by_skip(ended) and decision.skip is not None:
             self._left_out.append(decision.skip)
-        if group.writer == 0:
+        if self._group.writer == 0:
             try:
                 known = read_decisions(self._store) | {ended.launch: ended}
-                for number in trouble.launches:
-                    if number in known:
-                        one = dataclasses.replace(known[number], outcome=outcome)
+                for failed in trouble.launches:
+                    if failed in known:
+                        one = dataclasses.replace(known[failed], outcome=outcome)
                         self._store.replace(one.path, one.dump())
             except CkptError as error:  # the training goes on without the record
                 _LOG.warning("healer: the outcome couldn't be recorded: %s", error)
         self._tell(ended, outcome.text)
+
+    def _look_together(self, run_id: str, numbers: Sequence[int]) -> Findings:
+        """Return the findings of all processes about some launches, oldest first."""
+        told = self._group.all_gather(
+            self._group.together(lambda: _look(self._store, run_id, numbers, self._group))
+        )
+        return {
+            number: [one for theirs in told for one in theirs[str(number)]] for number in numbers
+        }
 
     def _tell(self, decision: Decision, text: str) -> None:
         if self._group.writer != 0:
@@ -408,20 +415,19 @@ class _Survey:
         bound = min(found[0] for found in steps if found is not None)
         return next((entry.name for entry in self._good if entry.step < bound), None)
 
-    def find_failures(self, told: Sequence[Mapping[str, Any]]) -> list[LaunchFailure]:
+    def find_failures(self, findings: Findings) -> list[LaunchFailure]:
         """Return the failures that belong to the newest launch's failure, oldest first.
 
         Without a failure of the newest launch the result is empty. Launches without a healer, and
         launches without a step, don't count.
 
         Args:
-            told: the findings of all processes, by `_look`.
+            findings: the findings about the launches with step logs.
         """
         failures: list[LaunchFailure] = []
-        findings: dict[int, list[Mapping[str, Any]]] = {}
         for launch in self._launches:
             number = launch.launch
-            found = [one for theirs in told for one in theirs.get(str(number), ())]
+            found = findings.get(number, [])
             follows = found[0]["follows"] if found else max(
                 (one for one in self.decisions if one < number), default=0
             )  # fmt: skip
@@ -433,7 +439,6 @@ class _Survey:
                 continue
             failure = _failure_of(launch, found, decision)
             failures = [] if failure is None else [*failures, failure]
-            findings[number] = found
         related = relate_failures(failures, self._saved)
         known = {failure.launch for failure in related}
         compared: list[LaunchFailure] = []
@@ -549,7 +554,7 @@ def _look(
                 "writer": writer,
                 "writer_count": steps.header.writer_count,
                 "follows": steps.header.follows,
-                "last": max(steps.records, default=steps.header.first_step),
+                "last": steps.last_step,
                 "is_single": _is_single(steps),
                 "ending": None if steps.ending is None else dataclasses.asdict(steps.ending),
                 "compared": {
@@ -567,17 +572,17 @@ def _look(
 def _is_single(steps: Steps) -> bool:
     """Return whether the step of the failure follows a recorded step, or the start."""
     ending = steps.ending
-    last = max(steps.records, default=steps.header.first_step)
-    before = last if ending is None else ending.step - 1
+    before = steps.last_step if ending is None else ending.step - 1
     return before == steps.header.first_step or before in steps.records
 
 
 def _read_logs(store: Store, run_id: str, launch: int, group: Group) -> dict[int, Steps]:
     """Return the step logs of a launch that this process reads, by writer."""
-    first = read_steps(store, run_id, launch, group.writer) or read_steps(store, run_id, launch, 0)
+    own = read_steps(store, run_id, launch, group.writer)
+    logs = {} if own is None else {group.writer: own}
+    first = own or read_steps(store, run_id, launch, 0)
     count = 0 if first is None else first.header.writer_count
-    logs: dict[int, Steps] = {}
-    for writer in range(group.writer, count, group.writer_count):
+    for writer in range(group.writer + group.writer_count, count, group.writer_count):
         steps = read_steps(store, run_id, launch, writer)
         if steps is not None:
             logs[writer] = steps

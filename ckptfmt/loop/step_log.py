@@ -197,6 +197,11 @@ class Steps:
         self.records = records
         self.ending = ending
 
+    @property
+    def last_step(self) -> int:
+        """The last recorded step; the number of steps done at the start without a record."""
+        return max(self.records, default=self.header.first_step)
+
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
         """Return the records; None for other bytes than a step log."""

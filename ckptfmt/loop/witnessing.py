@@ -379,8 +379,7 @@ class Witness:
         self._report(
             f"WITNESS_OFF: steps aren't recorded any more: {type(error).__name__}: {error}"
         )
-        if self._log is not None and self._header is not None and self._header.follows is not None:
-            self._log.end(Ending(kind="unknown", step=0))
+        self._write_ending(Ending(kind="unknown", step=0))
         self._switch_off(timeout_s=0.0)
 
     def answer(self) -> dict[str, Any] | None:
@@ -402,11 +401,14 @@ class Witness:
     def end(self, ending: Ending) -> None:
         """Record how the launch ends on this process. A good end replaces no failure."""
         self._flush(is_last=True)
-        header = self._header
-        if self._log is None or header is None or header.follows is None:
-            return
         if not (self._has_failed and ending.kind == "closed"):
             self._has_failed = ending.kind != "closed"
+            self._write_ending(ending)
+
+    def _write_ending(self, ending: Ending) -> None:
+        """Write an ending into the log, if a healer reads endings."""
+        header = self._header
+        if self._log is not None and header is not None and header.follows is not None:
             self._log.end(ending)
 
     def flush(self) -> None:

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 from unittest import mock
 
 import numpy as np
@@ -54,15 +54,7 @@ HealerName = Literal["healer", "without witness", "always retries", "always skip
 Moment = Literal["fetch", "begin", "middle", "end", "save"]
 
 #: The causes; a seed's cause is the one at the seed's remainder.
-CAUSES: Final[tuple[CauseName, ...]] = (
-    "NaN data",
-    "poisoned checkpoint",
-    "flipped bit",
-    "deterministic bug",
-    "out of memory",
-    "killed",
-    "flaky storage",
-)
+CAUSES: Final[tuple[CauseName, ...]] = get_args(CauseName)
 #: The healers that a case has to convict.
 CONTROLS: Final[tuple[HealerName, ...]] = ("without witness", "always retries", "always skips")
 #: Most starts of a life; a life with more is a loop.
