@@ -128,7 +128,6 @@ def test_rewinds_at_any_time_end_in_the_bits_of_the_undisturbed_run(
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("saving", SAVINGS.values(), ids=SAVINGS.keys())
 def test_rewinds_on_a_device_end_in_the_bits_of_the_undisturbed_run(
     tmp_path: Path, saving: ckptfmt.Saving
