@@ -213,7 +213,8 @@ def load(
         allow: kinds of differences to report instead of to refuse: any of ``missing``,
             ``unexpected``, ``dtype``, ``streams``, ``loader``. With ``dtype``, tensors are
             converted to the live dtype, and optimizer state along with its parameter.
-        strict: whether RNG streams of another number of processes are an error instead of a report.
+        strict: whether RNG streams of another number of processes, or of other devices, are an
+            error instead of a report.
         framework: ``torch``, ``numpy`` or ``jax`` for the tensors of trees; None for torch if
             imported, else numpy. With ``jax``, arrays are on JAX's default device, and typed keys
             come back as keys.

@@ -55,8 +55,8 @@ class Loading:
     Attributes:
         allow: kinds of differences between the checkpoint and the live state to report instead of
             to refuse, such as ``("missing",)``; by default none. See `ckptfmt.load`.
-        strict: whether RNG streams of another number of processes are an error instead of a report;
-            by default False.
+        strict: whether RNG streams of another number of processes, or of other devices, are an
+            error instead of a report; by default False.
         override: live values to keep although the checkpoint has other values; by default none. The
             claim is lowered, and the log has both values. Names as in the checkpoint, or patterns
             of names: ``"optimizer:group/lr"`` for an option of an optimizer's parameter groups,

@@ -111,12 +111,14 @@ class LiveRngStream:
         read: returns the state, as plain values and arrays; of a captured stream, the state at the
             time of the capture.
         write: sets a state of the same form.
+        device: the device of a generator of torch, such as ``cuda:3``; None for other generators.
     """
 
     name: str
     kind: str
     read: Callable[[], object]
     write: Callable[[Any], None]
+    device: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptfmt.adapters import Sides, torch_side
 from ckptfmt.adapters.data_loaders import PassiveLoader
+from ckptfmt.adapters.device_streams import DeviceMatch, is_of_device, match_devices
 from ckptfmt.adapters.live import Kind, Unit, is_generator
 from ckptfmt.adapters.live_trees import (
     GLOBAL,
@@ -46,6 +47,11 @@ _TORCH_HEAD_NBYTES: Final = 128
 HELD: Final = "held/"
 #: The maximum depth of the search for generators in attributes.
 _HELD_DEPTH: Final = 2
+#: The effect of another type of device on a generator of the caller, for people.
+_OWN_STATE: Final = (
+    "no other type of device can take the saved state, so that the generator keeps its own state,"
+    " and draws from the generator differ from an uninterrupted run"
+)
 
 
 def capture_rng(
@@ -61,7 +67,9 @@ def capture_rng(
     Args:
         generators: the program's own generators, by name, as for ``State(rng=...)``. The streams of
             Python, numpy and torch are always captured.
-        devices: CUDA devices that hold tensors of the state. The current device is always included.
+        devices: the CUDA devices that hold tensors of the state, such as ``cuda:3``. Without any,
+            the stream of the current device is captured, once CUDA is initialised. A save takes
+            the streams of the state's devices; `CapturedRng.put_back` sets all captured streams.
 
     Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type.
 
@@ -96,21 +104,7 @@ def live_streams(
         StateError(STREAM_MISSING) for a stream that wasn't captured.
     """
     if isinstance(rng, CapturedRng):
-        captured = list(rng.streams)
-        missing = {stream.name for stream in live_streams(None, devices, side)} - {
-            stream.name for stream in captured
-        }
-        if missing:
-            raise err(
-                Code.STREAM_MISSING,
-                f"{', '.join(sorted(missing))} wasn't captured",
-                where="State(rng=...)",
-                remedy=(
-                    "Capture once torch is imported and its devices are in use; pass"
-                    " capture_rng(devices=...)."
-                ),
-            )
-        return captured
+        return _choose_captured(rng, live_streams(None, devices, side))
     streams = [
         LiveRngStream(name="python", kind=_PYTHON, read=random.getstate, write=random.setstate),
         LiveRngStream(
@@ -125,6 +119,46 @@ def live_streams(
     return streams + [
         _user_stream(f"user/{name}", generator) for name, generator in (rng or {}).items()
     ]
+
+
+def _choose_captured(rng: CapturedRng, wanted: Iterable[LiveRngStream]) -> list[LiveRngStream]:
+    """Return the captured streams of a state, under the names that the state gives to its devices.
+
+    Numbers in names depend on the devices given to `capture_rng`, so devices are compared instead.
+
+    Args:
+        rng: the captured streams.
+        wanted: the global streams that the state needs.
+
+    Raises: StateError(STREAM_MISSING).
+    """
+    names = {_place_of(stream): stream.name for stream in wanted}
+    captured = {_place_of(stream) for stream in rng.streams}
+    missing = [
+        name if place == name else f"{name} ({place})"
+        for place, name in names.items()
+        if place not in captured
+    ]
+    if missing:
+        raise err(
+            Code.STREAM_MISSING,
+            f"{', '.join(sorted(missing))} wasn't captured",
+            where="State(rng=...)",
+            remedy=(
+                "Capture once torch is imported and its devices are in use; pass"
+                " capture_rng(devices=...)."
+            ),
+        )
+    return [
+        dataclasses.replace(stream, name=names.get(_place_of(stream), stream.name))
+        for stream in rng.streams
+        if _place_of(stream) in names or not is_of_device(stream.name)
+    ]
+
+
+def _place_of(stream: LiveRngStream) -> str:
+    """Return the device of a device's default generator, and the name of any other stream."""
+    return str(stream.device) if is_of_device(stream.name) else stream.name
 
 
 def unit_streams(
@@ -273,9 +307,11 @@ def plan_streams(
 ) -> list[Callable[[], None]]:
     """Return the actions that restore the RNG streams.
 
-    Streams that can't be restored become problems. With another number of workers they are only
-    reported, and new workers keep their fresh RNG streams, unless `strict` is set. A single line
-    reports all new or absent workers, and is equal on all workers.
+    Streams that can't be restored become problems. Unless `strict` is set, three kinds of streams
+    are only reported: streams of devices, because another machine has other devices; generators in
+    attributes of objects; and all streams of a load by another number of workers, whose new workers
+    keep their fresh streams. A single line reports all new or absent workers, and is equal on all
+    workers.
 
     Problems: STREAM_MISSING, STREAM_UNEXPECTED.
     """
@@ -295,34 +331,99 @@ def plan_streams(
     if is_reported:
         plan.downgrades += _list_moved(saved_streams, streams, saved_count, plan.worker_count)
 
-    def report(code: Code, where: str, detail: str) -> None:
-        # The object may now hold another generator or none, and older versions didn't save these
-        # streams.
-        if is_reported or (where.startswith(f"rng:{HELD}") and not strict):
-            plan.downgrades.append(f"{code} at {where}: {detail}")
-        else:
-            plan.problem(code, where, detail)
-
+    report = functools.partial(_report, plan, is_elastic=is_reported, strict=strict)
     scope = worker_scope(plan.worker)
     # All workers use a stream of scope global, unless a worker has its own stream of that name.
     places = {name: at for wanted in (GLOBAL, scope) for name, at in saved_streams if at == wanted}
-    saved = {name: saved_streams[name, at].kind for name, at in places.items()}
+    is_new = is_reported and plan.worker >= saved_count
+    devices = _match_devices(places, streams)
+    if devices.code is not None and not is_new:
+        names = ", ".join(devices.names)
+        report(devices.code, names, scope, devices.detail, outcome=devices.outcome)
     actions: list[Callable[[], None]] = []
     for stream in streams:
-        where = f"rng:{stream.name} ({scope})"
-        if saved.get(stream.name) == stream.kind:
-            state = plain_values(plan.checkpoint.stream(stream.name, places[stream.name])[1])
-            actions.append(functools.partial(_put_back, plan, stream, state))
-        elif stream.name in saved:
-            report(Code.STREAM_MISSING, where, f"saved as {saved[stream.name]}, here {stream.kind}")
-        elif not (is_reported and plan.worker >= saved_count):
-            report(Code.STREAM_MISSING, where, "not saved")
-    for name in saved.keys() - {stream.name for stream in streams}:
-        report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no live RNG stream has this name")
+        name = devices.saved_names.get(stream.name, stream.name)
+        if name in places:
+            state, difference, outcome = _find_state(plan, stream, (name, places[name]))
+            if difference is None:
+                actions.append(functools.partial(_put_back, plan, stream, state))
+            else:
+                report(Code.STREAM_MISSING, stream.name, scope, difference, outcome=outcome)
+        elif not (is_new or is_of_device(name)):
+            report(Code.STREAM_MISSING, stream.name, scope, "not saved")
+    for name in places.keys() - {stream.name for stream in streams}:
+        if not is_of_device(name):
+            report(Code.STREAM_UNEXPECTED, name, scope, "no live RNG stream has this name")
     for name, at in saved_streams if not is_reported else ():
         if at != GLOBAL and _number(at) >= plan.worker_count:
-            report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "this load has no such worker")
+            report(Code.STREAM_UNEXPECTED, name, at, "this load has no such worker")
     return actions
+
+
+def _report(
+    plan: LoadPlan,
+    code: Code,
+    name: str,
+    scope: str,
+    detail: str,
+    *,
+    outcome: str | None = None,
+    is_elastic: bool,
+    strict: bool,
+) -> None:
+    """Record a stream that can't be restored, as a problem of the plan or as a downgrade.
+
+    Args:
+        plan: the plan of the load.
+        code: the error code.
+        name: the name of the stream, or the names of several streams.
+        scope: the scope of the stream.
+        detail: the difference.
+        outcome: for a difference between devices, the treatment of the stream.
+        is_elastic: whether another number of workers is only reported.
+        strict: whether to refuse differences between devices, and of generators in attributes.
+    """
+    where = f"rng:{name} ({scope})"
+    # An attribute may hold another generator by now, or none, and older versions didn't save such
+    # generators.
+    is_mild = outcome is not None or name.startswith(HELD)
+    if is_elastic or (is_mild and not strict):
+        told = detail if outcome is None else f"{detail}: {outcome}"
+        plan.downgrades.append(f"{code} at {where}: {told}")
+    else:
+        plan.problem(code, where, detail)
+
+
+def _match_devices(saved: Iterable[str], streams: Iterable[LiveRngStream]) -> DeviceMatch:
+    side = torch_side()
+    return match_devices(
+        filter(is_of_device, saved),
+        {stream.name: str(stream.device) for stream in streams if is_of_device(stream.name)},
+        None if side is None else side.current_device(),
+    )
+
+
+def _find_state(
+    plan: LoadPlan, stream: LiveRngStream, place: tuple[str, str]
+) -> tuple[object, str | None, str | None]:
+    """Return the saved state for a stream; or the reason why the stream can't take the state.
+
+    Args:
+        plan: the plan of the load.
+        stream: the live stream.
+        place: name and scope of the saved stream.
+
+    Returns: state, reason and outcome. Without a reason, the stream takes the state. An outcome is
+        given if the stream's generator is on another type of device, and keeps its own state.
+    """
+    kind = plan.checkpoint.streams[place].kind
+    if kind != stream.kind:
+        return None, f"saved as {kind}, here {stream.kind}", None
+    state = plain_values(plan.checkpoint.stream(*place)[1])
+    saved = state.get("device") if isinstance(state, Mapping) else None
+    if stream.device is None or saved is None or saved == stream.device.partition(":")[0]:
+        return state, None, None
+    return None, f"saved on {saved}, and the generator here is on {stream.device}", _OWN_STATE
 
 
 def _put_back(plan: LoadPlan, stream: LiveRngStream, state: object) -> None:

@@ -49,6 +49,10 @@ class Unheld:
         #: The loaders with workers at the first search, before the RNG streams are restored: a
         #: resume starts the workers at the same point.
         self._early: weakref.WeakSet[Any] | None = None
+        #: The draws on devices outside the State at the previous search, by device; and the devices
+        #: that were drawn from since the first search.
+        self._draws: dict[str, int] | None = None
+        self._drawn: set[str] = set()
 
     def follow(self, state: State, live: Live) -> None:
         """Start observing the steps of a state's optimizers."""
@@ -107,7 +111,9 @@ class Unheld:
             self._loaders = weakref.WeakSet(loaders)
             if self._early is None:
                 self._early = weakref.WeakSet(self._begun_loaders())
-        found = list(self._found)
+        given = state.rng.values() if isinstance(state.rng, Mapping) else ()
+        draws = side.count_draws_outside(live.devices, given)
+        found = [*self._found, *self._find_draws(draws)]
         early = self._early or ()
         found += [_of_loader(loader) for loader in self._begun_loaders() if loader not in early]
         if self._watch is not None:
@@ -118,6 +124,15 @@ class Unheld:
             found += [PENDING] if saves and self._watch.has_pending_gradients() else []
             found += [AHEAD] if self._is_ahead else []
         return list(dict.fromkeys((*found, *doubts)))
+
+    def _find_draws(self, draws: dict[str, int]) -> list[Unsaved]:
+        """Return a part for the devices outside the State with draws since the first search."""
+        before = self._draws
+        self._draws = draws
+        if before is not None:
+            self._drawn |= {name for name, count in draws.items() if count != before.get(name, 0)}
+        drawn = sorted(name for name in self._drawn if draws.get(name))
+        return [_of_draws(drawn)] if drawn else []
 
     def _begun_loaders(self) -> list[Any]:
         """Return the found loaders with running worker processes."""
@@ -189,6 +204,16 @@ def _of_loader(loader: Any) -> Unsaved:
         " numbers"
     )
     return Unsaved("PERSISTENT_WORKERS", text)
+
+
+def _of_draws(devices: list[str]) -> Unsaved:
+    index = devices[0].partition(":")[2]
+    text = (
+        f"random numbers are drawn on {', '.join(devices)}, where no tensor of the State is, and no"
+        " save has the position of these generators: give"
+        f" State(rng={{'{devices[0]}': torch.cuda.default_generators[{index}]}})"
+    )
+    return Unsaved("DEVICE_DRAWS", text)
 
 
 def _of_optimizer(optimizer: Any) -> Unsaved:

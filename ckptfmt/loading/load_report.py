@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
+from ckptfmt.errors import Code
 from ckptfmt.group import Group
 from ckptfmt.loading.claims import (
     OTHER_PROCESS,
@@ -107,12 +108,33 @@ class LoadReport:
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
         """Return the report for the time after the RNG streams are put back.
 
+        A difference between streams that the load found is dropped unless `found` has the
+        difference, too: a program may have begun to use a device, or have made a generator, since
+        then.
+
         Args:
             found: differences found when the streams were put back.
         """
-        known = (reason for reason in self.lowered_by if reason != STREAMS_PENDING)
+        found = tuple(found)
+        known = [reason for reason in self.lowered_by if not _is_of_streams(reason)]
         lowered = tuple(dict.fromkeys((*known, *found)))
-        return dataclasses.replace(self, claim=self.claim if lowered else "T1", lowered_by=lowered)
+        downgrades = tuple(
+            reason for reason in self.downgrades if not _is_of_streams(reason) or reason in found
+        )
+        return dataclasses.replace(
+            self,
+            claim=self.claim if lowered else "T1",
+            lowered_by=lowered,
+            downgrades=downgrades,
+        )
+
+
+def _is_of_streams(reason: str) -> bool:
+    """Return whether a reason for a lower claim is a difference between RNG streams."""
+    said = reason.partition(": ")[2] if reason.startswith(OTHER_PROCESS) else reason
+    return said == STREAMS_PENDING or said.startswith(
+        (f"{Code.STREAM_MISSING} at rng", f"{Code.STREAM_UNEXPECTED} at rng")
+    )
 
 
 def claim_of_all(report: LoadReport, group: Group) -> LoadReport:

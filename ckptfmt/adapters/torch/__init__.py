@@ -41,6 +41,8 @@ from ckptfmt.adapters.torch.optimizer_kinds import is_numbered, is_plain_optimiz
 from ckptfmt.adapters.torch.optimizers import capture_optimizer, plan_optimizer
 from ckptfmt.adapters.torch.pair import Pair, find_rank
 from ckptfmt.adapters.torch.runtime import (
+    count_draws_outside,
+    current_device,
     flags,
     generator_stream,
     global_streams,

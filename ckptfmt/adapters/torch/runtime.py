@@ -123,26 +123,72 @@ def _probe(path: str) -> object:
 def global_streams(devices: frozenset[str]) -> list[dict[str, Any]]:
     """Return the default generators: the host's, and the generator of each CUDA device in use.
 
-    The devices in use are the current device and those in `devices`. Names number the devices from
-    0 in the order of their indices, so a worker's only device has number 0 on each machine.
+    The devices in use are the CUDA devices in `devices`; without any, the current device, once CUDA
+    is initialised. Names number the devices from 0 in the order of their indices, so a worker's
+    only device has number 0 on each machine. Other accelerators have no streams.
+
+    Args:
+        devices: torch devices, such as ``cuda:0``. A device without an index is the current device.
     """
-    streams = [_stream("torch.cpu", "torch.mt19937", torch.get_rng_state, torch.set_rng_state)]
-    if torch.cuda.is_initialized():
-        indices = {torch.device(device).index for device in devices if device.startswith("cuda")}
-        for number, index in enumerate(sorted(indices | {torch.cuda.current_device()})):
-            read = functools.partial(torch.cuda.get_rng_state, index)
-            write = functools.partial(torch.cuda.set_rng_state, device=index)
-            streams.append(_stream(f"torch.cuda/{number}", "torch.philox", read, write))
+    streams = [
+        _stream("torch.cpu", "torch.mt19937", torch.get_rng_state, torch.set_rng_state, "cpu")
+    ]
+    current = current_device()
+    if current is None:
+        return streams
+    used = {device for device in devices if device.partition(":")[0] == "cuda"} or {current}
+    indices = {torch.device(current if device == "cuda" else device).index for device in used}
+    for number, index in enumerate(sorted(indices)):
+        read = functools.partial(torch.cuda.get_rng_state, index)
+        write = functools.partial(torch.cuda.set_rng_state, device=index)
+        name = f"torch.cuda/{number}"
+        streams.append(_stream(name, "torch.philox", read, write, f"cuda:{index}"))
     return streams
 
 
+def count_draws_outside(
+    devices: frozenset[str], generators: Iterable[object] = ()
+) -> dict[str, int]:
+    """Return the numbers of draws from the default generators of CUDA devices without a stream.
+
+    A new seed sets the number to 0. The result is empty unless the state uses a CUDA device, and
+    during the capture of a CUDA graph.
+
+    Args:
+        devices: the devices of the state, such as ``cuda:0``.
+        generators: the generators that the caller saves; their devices are left out.
+    """
+    if not (torch.cuda.is_initialized() and any(device.startswith("cuda") for device in devices)):
+        return {}
+    if torch.cuda.is_current_stream_capturing():
+        return {}
+    given = set(map(id, generators))
+    found = {}
+    for index, generator in enumerate(torch.cuda.default_generators):
+        if f"cuda:{index}" not in devices and id(generator) not in given:
+            # The state of Philox: the seed, then the offset.
+            content = torch.cuda.get_rng_state(index).numpy().tobytes()
+            found[f"cuda:{index}"] = int.from_bytes(content[8:16], "little")
+    return found
+
+
+def current_device() -> str | None:
+    """Return the current CUDA device, such as ``cuda:0``; None if CUDA isn't initialised."""
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else None
+
+
 def _stream(
-    name: str, kind: str, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], None]
+    name: str,
+    kind: str,
+    read: Callable[[], torch.Tensor],
+    write: Callable[[torch.Tensor], None],
+    device: str,
 ) -> dict[str, Any]:
-    """Return an RNG stream whose state is an array."""
+    """Return an RNG stream with an array as the state."""
     return {
         "name": name,
         "kind": kind,
+        "device": device,
         "read": lambda: read().numpy(),
         "write": lambda state: write(torch.from_numpy(state)),
     }
@@ -159,9 +205,11 @@ def seeded_state(device: str, seed: int) -> object:
 
 
 def generator_stream(generator: torch.Generator) -> dict[str, Any]:
-    """Return the functions that read and write a generator of the caller.
+    """Return the device of a generator of the caller, and the functions that read and write it.
 
-    The state includes the device type.
+    The state includes the device type. A load compares the types before it writes an RNG stream,
+    and leaves a generator on another type of device unchanged. Within the position of a loader, the
+    order of the samples depends on the generator, so the write is refused.
     """
 
     def read() -> object:
@@ -172,10 +220,16 @@ def generator_stream(generator: torch.Generator) -> dict[str, Any]:
             detail = (
                 f"a generator saved on {saved['device']} can't go on on {generator.device.type}"
             )
-            raise err(Code.STREAM_MISSING, detail)
+            remedy = f"Make the loader's generator on {saved['device']}, as at the save."
+            raise err(Code.STREAM_MISSING, detail, remedy=remedy)
         generator.set_state(torch.from_numpy(saved["state"]))
 
-    return {"kind": "torch.generator", "read": read, "write": write}
+    return {
+        "kind": "torch.generator",
+        "read": read,
+        "write": write,
+        "device": str(generator.device),
+    }
 
 
 class TorchPeers:
