@@ -26,7 +26,6 @@ from tests.loop.healer_scenes import (
     play_all,
 )
 
-CASES: Final = 200
 #: The number of cases that each control plays.
 _CONTROL_CASES: Final = 49
 #: The smallest share of cases that the healer has to decide as demanded.

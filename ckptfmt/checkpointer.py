@@ -849,7 +849,7 @@ class Checkpointer:
             self._rehearsal.kill(self._handle)
         self._pace.beat()
         if not self._is_prepared:
-            self._saves.prepare(self._count.state, step=self.step)
+            self._saves.begin_preparing(self._count.state, step=self.step)
             self._is_prepared = True
         is_over = self.stopped
         is_last = self.step == total

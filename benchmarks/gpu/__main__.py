@@ -87,6 +87,19 @@ STEPS: Final = (
         limit_s=120,
         nbytes=(200_000_000, 2_000_000),
     ),
+    Step(
+        name="device_training",
+        arguments=(
+            "-m",
+            "benchmarks.gpu.device_training",
+            "--device",
+            "{device}",
+            "--nbytes",
+            "{nbytes}",
+        ),
+        limit_s=150,
+        nbytes=(3_200_000_000, 2_000_000),
+    ),
     Step(name="cuda_tests", arguments=(*_PYTEST, *find_tests()), limit_s=120),
     Step(
         name="gpu_digest",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -140,42 +140,44 @@ def plan_requests(
         request_nbytes: largest size of a request with more than one block.
         gap_nbytes: largest number of unwanted bytes read to save a request.
     """
-    requests: list[list[BlockRange]] = []
+    requests: list[Request] = []
     step = max(1, request_nbytes // block_nbytes) * block_nbytes
+    group: list[BlockRange] = []
+    path = ""
+    begin = end = 0
     for blocks in sorted(ranges, key=lambda blocks: (blocks.path, blocks.byte_begin)):
         for part in _split(blocks, step):
-            first, last = (requests[-1][0], requests[-1][-1]) if requests else (None, None)
-            if (
-                first is not None
-                and last is not None
-                and first.path == part.path
-                and part.byte_begin - last.byte_end <= gap_nbytes
-                and part.byte_end - first.byte_begin <= request_nbytes
+            part_end = part.byte_begin + part.nbytes
+            if not (
+                group
+                and path == part.path
+                and part.byte_begin - end <= gap_nbytes
+                and part_end - begin <= request_nbytes
             ):
-                requests[-1].append(part)
-            else:
-                requests.append([part])
-    return tuple(
-        Request(
-            group[0].path,
-            group[0].byte_begin,
-            group[-1].byte_end - group[0].byte_begin,
-            tuple(group),
-        )
-        for group in requests
-    )
+                if group:
+                    requests.append(Request(path, begin, end - begin, tuple(group)))
+                group = []
+                path = part.path
+                begin = part.byte_begin
+            group.append(part)
+            end = part_end
+    if group:
+        requests.append(Request(path, begin, end - begin, tuple(group)))
+    return tuple(requests)
 
 
-def _split(blocks: BlockRange, step: int) -> Iterator[BlockRange]:
-    for at in range(0, max(1, blocks.nbytes), step):
-        nbytes = min(step, blocks.nbytes - at)
-        yield (
-            blocks
-            if nbytes == blocks.nbytes
-            else BlockRange(
-                blocks.path, blocks.byte_begin + at, nbytes, blocks.box, blocks.box_byte_begin + at
-            )
-        )
+def _split(blocks: BlockRange, step: int) -> Sequence[BlockRange]:
+    if blocks.nbytes <= step:
+        return (blocks,)
+    path = blocks.path
+    begin = blocks.byte_begin
+    nbytes = blocks.nbytes
+    box = blocks.box
+    box_begin = blocks.box_byte_begin
+    return [
+        BlockRange(path, begin + at, min(step, nbytes - at), box, box_begin + at)
+        for at in range(0, nbytes, step)
+    ]
 
 
 def cut_range(
@@ -228,6 +230,8 @@ def find_stretch(outer: Box, inner: Box) -> int | None:
     ...  find_stretch(Box((0, 0), (9, 4)), Box((2, 1), (3, 2))))
     (8, None)
     """
+    if inner == outer:  # the usual case, of whole tensors
+        return 0
     first = 0
     count = 1
     is_cut = False

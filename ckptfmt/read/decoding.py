@@ -22,7 +22,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, Request, plan_requests
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
 from ckptfmt.read.report import is_violation, without_frames
-from ckptfmt.read.streaming import REMOTE_REQUEST_NBYTES, REQUEST_NBYTES
+from ckptfmt.read.streaming import LENT_REQUEST_NBYTES, REMOTE_REQUEST_NBYTES, REQUEST_NBYTES
 from ckptfmt.store.protocol import RangeReader
 
 #: Maximum number of unneeded bytes between two ranges that are read in one request.
@@ -275,12 +275,19 @@ class Library:
         self._opened[path] = opened, name
         return path
 
-    def plan_requests(self, ranges: Iterable[BlockRange]) -> tuple[Request, ...]:
-        """Return the requests that read the ranges."""
+    def plan_requests(
+        self, ranges: Iterable[BlockRange], *, is_lent: bool = False
+    ) -> tuple[Request, ...]:
+        """Return the requests that read the ranges.
+
+        Args:
+            is_lent: whether a device copies from the buffers.
+        """
+        local_nbytes = LENT_REQUEST_NBYTES if is_lent else REQUEST_NBYTES
         return plan_requests(
             ranges,
             block_nbytes=self.files.block_nbytes,
-            request_nbytes=REMOTE_REQUEST_NBYTES if self.is_remote else REQUEST_NBYTES,
+            request_nbytes=REMOTE_REQUEST_NBYTES if self.is_remote else local_nbytes,
             gap_nbytes=REMOTE_GAP_NBYTES if self.is_remote else GAP_NBYTES,
         )
 

@@ -9,6 +9,7 @@ batches of bundles are in memory at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, TypeVar
@@ -35,6 +36,7 @@ from ckptfmt.read.streaming import (
     REMOTE_READER_COUNT,
     WAITING,
     Borrow,
+    BufferMemory,
     ReadReport,
     iter_ahead,
     iter_batches,
@@ -61,6 +63,13 @@ _BATCH_COUNT: Final = 16
 #: Integer dtypes by element size: numpy copies arrays of integers row by row.
 _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
+#: Stores bytes in a destination, from a byte of the destination on.
+_Fill: TypeAlias = Callable[[int, memoryview], None]
+#: The optional method `fill_of` of a sink with elements outside of host memory. The method returns
+#: a function to store bytes of the elements of a box, in C order and little-endian; None unless the
+#: elements are contiguous. Bytes in memory from the load's `Borrow` may be in use after the call.
+#: Several threads may call the function at once.
+_FillOf: TypeAlias = "Callable[[Box], _Fill | None]"
 #: Blocks that are decoded together, each as the number of the box in the read and the block's
 #: number.
 Bundle: TypeAlias = list[tuple[int, int]]
@@ -132,7 +141,7 @@ class WantedBox:
 
     stored: StoredBox
     wanted: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
-    _straight: list[tuple[int, NDArray[np.uint8]]] = dataclasses.field(default_factory=list)
+    _straight: list[tuple[int, int, _Fill]] = dataclasses.field(default_factory=list)
     _others: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
 
     @property
@@ -157,16 +166,16 @@ class WantedBox:
 
         Bytes for these sinks are copied straight to memory, without a call of `copy_from`.
         """
+        element_nbytes = self.stored.element_nbytes
         for sink, box in self.wanted:
             first = find_stretch(self.stored.box, box)
-            # `getattr` instead of a check of the protocol, which takes longer than a copy of a
-            # small tensor.
-            memory_of: MemoryOf | None = None if first is None else getattr(sink, "memory_of", None)
-            memory = None if memory_of is None else memory_of(box)
-            if first is None or memory is None:
+            fill = None if first is None else _find_fill(sink, box)
+            if first is None or fill is None:
                 self._others.append((sink, box))
             else:
-                self._straight.append((first * self.stored.element_nbytes, memory))
+                begin = first * element_nbytes
+                end = begin + box.element_count * element_nbytes
+                self._straight.append((begin, end, fill))
 
     def place(self, blocks: BlockRange, content: memoryview) -> None:
         """Copy the elements of a verified range to their sinks.
@@ -174,12 +183,11 @@ class WantedBox:
         Several threads may place different ranges at the same time.
         """
         begin = blocks.box_byte_begin
-        for first, memory in self._straight:
+        for first, last, fill in self._straight:
             low = max(begin, first)
-            high = min(begin + blocks.nbytes, first + memory.nbytes)
+            high = min(begin + blocks.nbytes, last)
             if low < high:
-                found = np.frombuffer(content[low - begin : high - begin], np.uint8)
-                np.copyto(memory[low - first : high - first], found)
+                fill(low - first, content[low - begin : high - begin])
         if not self._others:
             return
         for at, box in cut_range(
@@ -191,6 +199,22 @@ class WantedBox:
                     sink.copy_from(
                         common, _cut(content[at - begin :], box, common, self.stored.element_nbytes)
                     )
+
+
+def _find_fill(sink: TensorSink, box: Box) -> _Fill | None:
+    """Return a function to store bytes of a box, if the sink's elements are contiguous."""
+    # `getattr` instead of a check of the protocol, which takes longer than a copy of a small
+    # tensor.
+    memory_of: MemoryOf | None = getattr(sink, "memory_of", None)
+    memory = None if memory_of is None else memory_of(box)
+    if memory is not None:
+        return functools.partial(_fill_memory, memory)
+    fill_of: _FillOf | None = getattr(sink, "fill_of", None)
+    return None if fill_of is None else fill_of(box)
+
+
+def _fill_memory(memory: NDArray[np.uint8], at: int, content: memoryview) -> None:
+    np.copyto(memory[at : at + content.nbytes], np.frombuffer(content, np.uint8))
 
 
 def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> memoryview:
@@ -292,6 +316,7 @@ class Reading:
         #: Boxes with their contents in memory.
         self._contents: list[tuple[int, memoryview]] = []
         self._borrow = borrow
+        self._memory = BufferMemory(borrow)
         self._rounds: Rounds | None = None
         self._read_nbytes = self._verified_nbytes = self._request_count = self._buffer_nbytes = 0
         self._decoded_nbytes = 0
@@ -337,29 +362,38 @@ class Reading:
         for wanted in self.boxes:
             wanted.open_sinks()
         failed: Exception | None = None
-        try:
-            if self.frozen is not None:
-                self.frozen.run()
-            self._place_contents()
-            with self.library.files.while_current():
-                self._read(self.ranges)
-                if self._bundles:
-                    self._decode()
-        except Exception as error:
-            if self._rounds is None:
-                raise
-            failed = error  # raised later, since other processes wait for bytes from this process
-        if self._rounds is not None:
-            with self.library.files.while_current():
-                self._rounds.run(self._read, self._take)
+        with self._memory:
+            try:
+                if self.frozen is not None:
+                    self.frozen.run()
+                self._place_contents()
+                with self.library.files.while_current():
+                    self._read(self.ranges)
+                    if self._bundles:
+                        self._decode()
+            except Exception as error:
+                if self._rounds is None:
+                    raise
+                failed = error  # raised later, since other processes wait for this process's bytes
+            if self._rounds is not None:
+                with self.library.files.while_current():
+                    self._run_rounds(self._rounds)
         if failed is not None:
             raise failed
         return self._report()
 
+    def _run_rounds(self, rounds: Rounds) -> None:
+        """Run the shared rounds, with the rounds' memory lent to the device as well."""
+        if self._borrow is None or not rounds.buffer_nbytes:
+            rounds.run(self._read, self._take)
+            return
+        with self._borrow(rounds.memory) as loan:
+            rounds.run(self._read, self._take, settle=loan.wait_all)
+
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read, check and place ranges; also call `then` with each range and its bytes."""
         ranges = self._check_files(ranges)
-        requests = self.library.plan_requests(ranges)
+        requests = self.library.plan_requests(ranges, is_lent=self._memory.is_lent)
 
         def take(request: Request, content: memoryview) -> None:
             for blocks in request.ranges:
@@ -372,7 +406,7 @@ class Reading:
         self._request_count += len(requests)
         self._read_nbytes += sum(request.nbytes for request in requests)
         self._verified_nbytes += sum(blocks.nbytes for blocks in ranges)
-        buffer_nbytes = stream_requests(self.library, requests, take, borrow=self._borrow)
+        buffer_nbytes = stream_requests(self.library, requests, take, memory=self._memory)
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _place_contents(self) -> None:

@@ -16,8 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
+import numpy as np
+
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.store.direct import make_memory
 
 #: A range of a file: path, first byte, end (exclusive).
 FileSpan: TypeAlias = tuple[str, int, int]
@@ -212,6 +215,7 @@ class Rounds:
     Attributes:
         received_nbytes: number of bytes received from other processes so far.
         buffer_nbytes: size in bytes of the buffer for a round.
+        memory: the buffer for a round.
     """
 
     def __init__(self, peers: Peers, rounds: Sequence[Sequence[Parcel]], shared: _Shared) -> None:
@@ -223,9 +227,9 @@ class Rounds:
         self.buffer_nbytes = max(
             (sum(parcel.nbytes + 1 for parcel in parcels) for parcels in rounds), default=0
         )
-        self._buffer = memoryview(bytearray(self.buffer_nbytes))
+        self.memory = make_memory(max(1, self.buffer_nbytes))[: self.buffer_nbytes]
 
-    def run(self, read: Read, take: Take) -> None:
+    def run(self, read: Read, take: Take, settle: Callable[[], None] = lambda: None) -> None:
         """Read, exchange, check and place all parcels.
 
         An error is raised after the last round, since other processes wait for this process.
@@ -233,9 +237,11 @@ class Rounds:
         Args:
             read: reads and places ranges, and calls a function with each range.
             take: checks and places a range that another process has read.
+            settle: called after each round, before the buffer is filled again; waits for copies out
+                of the buffer.
 
-        Raises: the errors of reading and checking; StateError(PEER_FAILED) if another process
-            couldn't read a parcel.
+        Raises: the errors of reading, checking and settling; StateError(PEER_FAILED) if another
+            process couldn't read a parcel.
         """
         failed: Exception | None = None
         for parcels in self._rounds:
@@ -249,13 +255,17 @@ class Rounds:
                 self._take(parcels, places, take)
             except Exception as error:  # noqa: BLE001
                 failed = failed or error
+            try:
+                settle()
+            except Exception as error:  # noqa: BLE001
+                failed = failed or error
         if failed is not None:
             raise failed
 
     def _places(self, parcels: Sequence[Parcel]) -> dict[Parcel, memoryview]:
         ends = list(itertools.accumulate(parcel.nbytes + 1 for parcel in parcels))
         places = {
-            parcel: self._buffer[begin:end]
+            parcel: self.memory[begin:end]
             for parcel, begin, end in zip(parcels, [0, *ends], ends, strict=False)
         }
         for place in places.values():
@@ -271,7 +281,9 @@ class Rounds:
         def keep(blocks: BlockRange, content: memoryview) -> None:
             parcel = own[bisect.bisect_right(begins, (blocks.path, blocks.byte_begin)) - 1]
             at = blocks.byte_begin - parcel.byte_begin
-            places[parcel][at : at + blocks.nbytes] = content
+            # numpy releases the GIL during the copy, unlike a memoryview.
+            target = np.frombuffer(places[parcel][at : at + blocks.nbytes], np.uint8)
+            np.copyto(target, np.frombuffer(content, np.uint8))
 
         read([self._shared.range_of(parcel) for parcel in own], keep)
         for parcel in own:

@@ -1,9 +1,12 @@
 """Read requests with several threads through a few reused buffers; run other work ahead of its use.
 
-Both happen in constant memory. Where file contents are in memory, each thread reads a request, then
-checks and places the bytes, while they are in the processor's cache. Where reads wait for a device
-or a network, some threads only read, so that the device never waits for a processor, and other
-threads check and place. Over a network, requests are longer and more requests are in flight.
+Both happen in constant memory. Each thread reads a request, then checks and places the bytes, while
+they are in the processor's cache. Where file contents are in memory, each processor has a thread.
+Where reads wait for storage, more threads keep the storage's queue full. Over a network, requests
+are longer and still more requests are in flight.
+
+A device copies from the buffers while the host reads on. A buffer is filled again only after the
+device's copies out of the buffer have ended.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from queue import SimpleQueue
+from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from ckptfmt.layout.read_plan import Request
@@ -27,32 +31,55 @@ from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader
 
 #: Called with a request and its bytes, which are valid until the call returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
-#: Called with the buffers' memory; the returned context lasts as long as the memory is in use. A
-#: device may register the memory.
-Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[None]]
+
+
+class Loan(Protocol):
+    """Memory from which a device copies. The calls of a loan come from any thread."""
+
+    def mark(self, buffer: memoryview) -> None:
+        """Remember the copies that were enqueued so far, as copies out of `buffer`.
+
+        Raises: the errors of the device.
+        """
+
+    def wait(self, buffer: memoryview) -> None:
+        """Wait until all marked copies out of `buffer` have ended. Raises: as `mark`."""
+
+    def wait_all(self) -> None:
+        """Wait until all copies out of the memory have ended. Raises: as `mark`."""
+
+
+#: Called with memory; lends the memory to a device for the time of the returned context. The end of
+#: the context waits for the device.
+Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[Loan]]
 
 #: Maximum size of a request in bytes. Measured with a cold page cache, larger buffers are slower to
 #: fill: four buffers of 4 MiB reach three quarters of the rate of four buffers of 1 MiB. With a
 #: warm page cache both sizes are equally fast, since 1 MiB stays in the processor's cache.
 REQUEST_NBYTES: Final = 1 << 20
-#: Maximum number of threads that check and place; fewer on a machine with fewer processors. The
-#: gain of more than four threads wasn't measured.
-THREAD_COUNT: Final = 4
-#: Number of threads that only read: enough for a device's queue, and two more threads between two
-#: requests.
+#: Maximum size of a request in bytes where a device copies from the buffers. A copy of this size
+#: takes 20 times as long as its start.
+LENT_REQUEST_NBYTES: Final = 4 << 20
+#: Maximum number of threads that check and place; fewer on a machine with fewer processors, or with
+#: several trainers. Sixteen processors digest more bytes per second than most memory delivers.
+THREAD_COUNT: Final = 16
+#: Number of threads, besides those of `thread_count`, where reads wait for a disk: enough for the
+#: disk's queue, and two more threads between two requests.
 READER_COUNT: Final = 6
-#: Number of buffers for threads that only read: for each thread, one buffer being filled and one
-#: full buffer waiting to be taken.
-WAITING_BUFFER_COUNT: Final = 2 * READER_COUNT
 #: Maximum total size of the buffers in bytes; one buffer is always allocated.
 IN_FLIGHT_NBYTES: Final = 32 << 20
-#: Request size, number of reading threads and total buffer size for remote stores. A request takes
+#: Request size, number of further threads and total buffer size for remote stores. A request takes
 #: 20 to 100 ms until the first byte, and a connection transfers 50 to 90 MB/s. With 8 MiB the
 #: latency is a small part of a request. Fifteen such requests, in 128 MiB of buffers, fill a link
 #: of 5 Gbit/s.
 REMOTE_REQUEST_NBYTES: Final = 8 << 20
 REMOTE_READER_COUNT: Final = 16
 REMOTE_IN_FLIGHT_NBYTES: Final = 128 << 20
+#: Number of buffers for each thread where a device copies from the buffers: the device copies from
+#: one buffer while the thread fills the other.
+LENT_BUFFER_COUNT: Final = 2
+#: Maximum total size in bytes of buffers from which a device copies.
+LENT_IN_FLIGHT_NBYTES: Final = 128 << 20
 #: Maximum total size in bytes of requests that this thread reads alone: starting threads would take
 #: longer.
 _SMALL_NBYTES: Final = 1 << 20
@@ -102,121 +129,154 @@ class Ranges(Protocol):
         """Return whether reads of a file wait; see `Store.waits`."""
 
 
+class BufferMemory:
+    """The memory of the buffers, kept from one read to the next. A context.
+
+    Args:
+        borrow: lends the memory to a device; None without a device.
+
+    Attributes:
+        loan: the loan of the memory; None without a device, or before the first read.
+    """
+
+    def __init__(self, borrow: Borrow | None = None) -> None:
+        self.loan: Loan | None = None
+        self._borrow = borrow
+        self._memory = memoryview(b"")
+        self._lent = contextlib.ExitStack()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a device copies from the memory."""
+        return self._borrow is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._memory = memoryview(b"")
+        self._lent.__exit__(kind, error, traceback)
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """Return memory that begins at a page. No copy out of the memory is in progress.
+
+        Raises: the errors of the device.
+        """
+        if self._memory.nbytes < nbytes:
+            self._lent.close()
+            self._memory = make_memory(nbytes)
+            if self._borrow is not None:
+                self.loan = self._lent.enter_context(self._borrow(self._memory))
+        return self._memory[:nbytes]
+
+
 def stream_requests(
-    store: Ranges, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None
+    store: Ranges, requests: Sequence[Request], take: _Take, *, memory: BufferMemory | None = None
 ) -> int:
     """Read every request, and call `take` with each; return the total size of the buffers in bytes.
 
     After an error no further request begins. If several requests fail, the error of the first of
     them in the order of the requests is raised, independently of the timing of the threads.
 
-    Args:
-        take: called with each request and its bytes, by several threads at once.
-        borrow: called with the memory of all buffers; the returned context lasts as long as the
-            memory is in use.
+    When the call returns, the device's copies out of the buffers have ended.
 
-    Raises: the errors of the store and of `take`.
+    Args:
+        take: called with each request and its bytes, by several threads at once. In a loan, `take`
+            may leave copies out of the bytes in progress.
+        memory: the memory for the buffers; None for memory of this call.
+
+    Raises: the errors of the store, of `take` and of the loan.
     """
     if not requests:
         return 0
-    plan = _plan_buffers(store, requests)
-    memory = make_memory(plan.buffer_nbytes * plan.count)
-    with contextlib.nullcontext() if borrow is None else borrow(memory):
-        buffers = plan.cut(memory)
-        work = _RequestQueue(store, requests, take)
-        if plan.reader_count:
-            _read_beside_taking(work, buffers, plan.reader_count)
-        else:
-            with work:  # each thread reads and takes; the calling thread is one of the threads
-                for buffer in buffers[1:]:
-                    work.start(functools.partial(work.run, buffer))
-                work.run(buffers[0])
-        work.raise_error()
-    return memory.nbytes
+    memory = BufferMemory() if memory is None else memory
+    plan = _plan_buffers(store, requests, is_lent=memory.is_lent)
+    shares = plan.cut(memory.reserve(plan.nbytes))
+    loan = memory.loan
+    with _RequestQueue(store, requests, take, loan) as work:
+        for buffers in shares[1:]:
+            work.start(functools.partial(work.run, buffers))
+        work.run(shares[0])  # the calling thread is one of the threads
+    try:
+        if loan is not None:
+            loan.wait_all()
+    except Exception:
+        work.raise_error()  # the error of a request says more
+        raise
+    work.raise_error()
+    return plan.nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _BufferPlan:
-    """The memory and the threads for a sequence of requests.
+    """The buffers and the threads for a sequence of requests.
 
     Attributes:
         buffer_nbytes: size of a buffer in bytes.
         count: number of buffers.
-        reader_count: number of threads that only read; 0 where each thread reads and takes.
+        thread_count: maximum number of threads.
     """
 
     buffer_nbytes: int
     count: int
-    reader_count: int
+    thread_count: int
 
-    def cut(self, memory: memoryview) -> list[memoryview]:
-        """Return the buffers in a memory of their total size."""
+    @property
+    def nbytes(self) -> int:
+        """The total size of the buffers in bytes."""
+        return self.buffer_nbytes * self.count
+
+    def cut(self, memory: memoryview) -> list[list[memoryview]]:
+        """Return each thread's buffers in a memory of the total size."""
         nbytes = self.buffer_nbytes
-        return [memory[number * nbytes : (number + 1) * nbytes] for number in range(self.count)]
+        buffers = [memory[number * nbytes : (number + 1) * nbytes] for number in range(self.count)]
+        thread_count = min(self.thread_count, self.count)
+        return [buffers[number::thread_count] for number in range(thread_count)]
 
 
-def _plan_buffers(store: Ranges, requests: Sequence[Request]) -> _BufferPlan:
+def _plan_buffers(store: Ranges, requests: Sequence[Request], *, is_lent: bool) -> _BufferPlan:
     longest_nbytes = max(request.nbytes for request in requests)
     # Two more pages: direct I/O begins and ends at page boundaries.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
-    reader_count = 0
-    count = thread_count()
-    most_nbytes = IN_FLIGHT_NBYTES
+    most_nbytes = LENT_IN_FLIGHT_NBYTES if is_lent else IN_FLIGHT_NBYTES
+    threads = thread_count()
     if store.is_remote:
-        reader_count = REMOTE_READER_COUNT
-        count = 2 * REMOTE_READER_COUNT
+        threads += REMOTE_READER_COUNT
         most_nbytes = REMOTE_IN_FLIGHT_NBYTES
     elif sum(request.nbytes for request in requests) <= _SMALL_NBYTES:
-        count = 1
+        threads = 1
     elif store.waits(requests[0].path):
-        reader_count = READER_COUNT
-        count = WAITING_BUFFER_COUNT
+        threads += READER_COUNT
+    count = threads * (LENT_BUFFER_COUNT if is_lent else 1)
     count = max(1, min(count, len(requests), most_nbytes // buffer_nbytes))
-    if count == 1:
-        reader_count = 0
-    return _BufferPlan(buffer_nbytes=buffer_nbytes, count=count, reader_count=reader_count)
+    return _BufferPlan(buffer_nbytes=buffer_nbytes, count=count, thread_count=threads)
 
 
 def thread_count() -> int:
-    """Return the number of threads that check and place."""
-    return min(THREAD_COUNT, len(os.sched_getaffinity(0)))
+    """Return the number of threads that check and place: this trainer's share of the processors."""
+    return min(THREAD_COUNT, _processor_count())
 
 
-def _read_beside_taking(
-    work: _RequestQueue, buffers: Sequence[memoryview], reader_count: int
-) -> None:
-    """Read with some threads, and take with other threads."""
-    free: SimpleQueue[memoryview | None] = SimpleQueue()
-    ready: SimpleQueue[tuple[int, memoryview, memoryview] | None] = SimpleQueue()
+def _processor_count() -> int:
+    """Return the number of processors for this process.
 
-    def read() -> None:
-        while (number := work.draw()) is not None and (buffer := free.get()) is not None:
-            content = work.read(number, buffer)
-            if content is None:
-                free.put(buffer)
-            else:
-                ready.put((number, content, buffer))
-
-    def take() -> None:
-        while (found := ready.get()) is not None:
-            number, content, buffer = found
-            work.take(number, content)
-            free.put(buffer)
-
-    def wake() -> None:
-        for _ in range(reader_count + THREAD_COUNT):
-            free.put(None)
-            ready.put(None)
-
-    for buffer in buffers:
-        free.put(buffer)
+    The trainers of a node share the processors of their launcher, unless the launcher has given
+    each trainer fewer processors.
+    """
+    own_count = len(os.sched_getaffinity(0))
     try:
-        if work.start(take, thread_count()) and work.start(read, min(reader_count, len(buffers))):
-            work.wait()
-        else:
-            work.run(buffers[0])
-    finally:
-        work.end(wake)
+        trainer_count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        launcher_count = len(os.sched_getaffinity(os.getppid()))
+    except (ValueError, OSError):
+        return own_count
+    if trainer_count <= 1:
+        return own_count
+    return max(1, min(own_count, launcher_count // trainer_count))
 
 
 class _RequestQueue:
@@ -225,14 +285,16 @@ class _RequestQueue:
     A context that ends all threads of the work.
     """
 
-    def __init__(self, store: Ranges, requests: Sequence[Request], take: _Take) -> None:
+    def __init__(
+        self, store: Ranges, requests: Sequence[Request], take: _Take, loan: Loan | None = None
+    ) -> None:
         self._files = _RequestFiles(store, requests)
         self._requests = requests
         self._take = take
+        self._loan = loan
         # The lock guards all attributes below.
         self._changed = threading.Condition()
         self._next = 0
-        self._open_count = 0
         self._running_count = 0
         self._has_ended = False
         self._failed: tuple[int, BaseException] | None = None  # the first in the order of requests
@@ -243,58 +305,56 @@ class _RequestQueue:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def run(self, buffer: memoryview) -> None:
-        """Read and take requests until no request is left or a request has failed."""
-        while (number := self.draw()) is not None:
-            content = self.read(number, buffer)
-            if content is not None:
-                self.take(number, content)
+    def run(self, buffers: Sequence[memoryview]) -> None:
+        """Read and take requests until no request is left or a request has failed.
 
-    def draw(self) -> int | None:
+        Args:
+            buffers: the buffers of this thread, used in turn.
+        """
+        for buffer in itertools.cycle(buffers):
+            number = self._draw()
+            if number is None:
+                return
+            try:
+                self._pass_on(number, buffer)
+            except BaseException as error:  # noqa: BLE001
+                self._fail(number, error)
+
+    def _draw(self) -> int | None:
         """Return the number of the next request; None if no request is left or one has failed."""
         with self._changed:
             if self._next == len(self._requests):
                 return None
             self._next += 1
-            self._open_count += 1
             return self._next - 1
 
-    def read(self, number: int, buffer: memoryview) -> memoryview | None:
-        """Return the bytes of a request; None if the request failed."""
+    def _pass_on(self, number: int, buffer: memoryview) -> None:
+        """Read a request, and take the bytes unless an earlier request has failed."""
         request = self._requests[number]
+        if self._loan is not None:
+            self._loan.wait(buffer)
+        file = self._files.open(request.path)
         try:
-            file = self._files.open(request.path)
-            try:
-                return file.read_into(request.byte_begin, request.nbytes, buffer)
-            finally:
-                self._files.close_after(request.path)
-        except BaseException as error:  # noqa: BLE001
-            self._finish(number, error)
-            return None
-
-    def take(self, number: int, content: memoryview) -> None:
-        """Pass the bytes of a request on, unless an earlier request has failed."""
-        error: BaseException | None = None
+            content = file.read_into(request.byte_begin, request.nbytes, buffer)
+        finally:
+            self._files.close_after(request.path)
         failed = self._failed
+        if failed is not None and failed[0] < number:
+            return
         try:
-            if failed is None or number < failed[0]:
-                self._take(self._requests[number], content)
-        except BaseException as caught:  # noqa: BLE001
-            error = caught
-        self._finish(number, error)
+            self._take(request, content)
+        finally:  # copies may be in progress after an error, too
+            if self._loan is not None:
+                self._loan.mark(buffer)
 
-    def _finish(self, number: int, error: BaseException | None) -> None:
+    def _fail(self, number: int, error: BaseException) -> None:
         with self._changed:
-            if error is not None:
-                self._next = len(self._requests)
-                if self._failed is None or number < self._failed[0]:
-                    self._failed = (number, error)
-            self._open_count -= 1
-            if not self._open_count and self._next == len(self._requests):
-                self._changed.notify_all()
+            self._next = len(self._requests)
+            if self._failed is None or number < self._failed[0]:
+                self._failed = (number, error)
 
-    def start(self, run: Callable[[], None], count: int = 1) -> int:
-        """Run a function in `count` new threads; return the number of threads that were started."""
+    def start(self, run: Callable[[], None]) -> None:
+        """Run a function in a new thread, if a thread can be started."""
 
         def run_counted() -> None:
             with self._changed:
@@ -308,31 +368,14 @@ class _RequestQueue:
                     self._running_count -= 1
                     self._changed.notify_all()
 
-        for started_count in range(count):
-            try:
-                # A daemon thread, because the interpreter waits at exit for all non-daemon threads,
-                # even for blocked ones.
-                threading.Thread(target=run_counted, name="ckptfmt-read", daemon=True).start()
-            except RuntimeError:  # too many threads, or the interpreter shuts down
-                return started_count
-        return count
+        # RuntimeError: too many threads, or the interpreter shuts down
+        with contextlib.suppress(RuntimeError):
+            # A daemon thread, because the interpreter waits at exit for all non-daemon threads,
+            # even for blocked ones.
+            threading.Thread(target=run_counted, name="ckptfmt-read", daemon=True).start()
 
-    def wait(self) -> None:
-        """Wait until all requests are taken.
-
-        After a failure, wait until all requests that had begun are finished.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._open_count and self._next == len(self._requests)
-            )
-
-    def end(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Let no further request begin, and wait for the other threads.
-
-        Args:
-            wake: wakes threads that wait for a buffer or a request.
-        """
+    def end(self) -> None:
+        """Let no further request begin, and wait for the other threads."""
         interruption: BaseException | None = None
         while True:
             # An interruption is raised only after the loop: the destination must not change once
@@ -342,7 +385,6 @@ class _RequestQueue:
                 with self._changed:
                     self._next = len(self._requests)
                     self._has_ended = True
-                    wake()
                     while self._running_count:
                         self._changed.wait()
                 break

@@ -40,7 +40,7 @@ _PASSING: Final = frozenset(
 
 
 def staging_thread_count() -> int:
-    """Return the number of threads that copy a snapshot: half of the cores, and at most four."""
+    """Return the number of threads for copies of a snapshot: half of the cores, at most four."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -50,9 +50,10 @@ class SaveSlot:
 
     Attributes:
         number: the slot's number.
-        release: unpins the slot's memory.
+        release: unpins the slot's memory; None before the first save.
         given_to: link over which the slot was handed to a saver.
         ready_for: number of the link whose saver has mapped the slot.
+        refusal: error of a saver without memory for the slot.
         handle: handle of the save in the slot; None if the slot is free.
         was_written: whether the slot's last save was WRITTEN, so that the slot holds the snapshot
             that was handed to the saver.
@@ -63,9 +64,10 @@ class SaveSlot:
 
     number: int
     slot: Slot
-    release: Callable[[], None]
+    release: Callable[[], None] | None = None
     given_to: Link | None = None
     ready_for: int = 0
+    refusal: CkptError | None = None
     handle: SaveHandle | None = None
     was_written: bool = False
     last_save: int = 0
@@ -74,7 +76,7 @@ class SaveSlot:
 
     def close(self) -> None:
         """Unmap the memory. Pinned memory that a device may still fill stays pinned."""
-        if self.handle is None or self.handle.is_copied:
+        if self.release is not None and (self.handle is None or self.handle.is_copied):
             self.release()
         self.slot.close()
 
@@ -123,7 +125,8 @@ class Background:
         store: store rooted at the run; None if each request names its place.
         in_process: whether the saver is a separate process instead of a thread. Then `address_of`
             must know the store.
-        slot_count: number of slots to make.
+        slot_count: largest number of slots. Slots after the first are made when a save finds all
+            slots busy.
         nice: increment of the saver process's niceness.
         deadline_s: longest wait for the saver to be ready, in seconds.
         cache: node cache for saves of the run; None for none.
@@ -168,6 +171,13 @@ class Background:
         #: The error by which the link of this number was lost; None if the link is in use.
         self._lost: CkptError | None = None
         self._places: list[SaveSlot] = []
+        self._preparing: threading.Thread | None = None
+        self._has_failed_preparing = False
+        self._is_cancelled = False
+        #: Number of slots that fit into memory, as far as known.
+        self._room_count = 0
+        self._shared_by = 1
+        self._pin: Callable[[Slot], Callable[[], None]] = _pin_nothing
         #: Whether slots must be made: there are none, or a thread or a saver may still use them.
         self._wants_slots = True
         self._saves: dict[int, _Save] = {}
@@ -188,50 +198,147 @@ class Background:
         image: Image,
         *,
         shared_by: int,
-        pin: Callable[[Slot], Callable[[], None]] = lambda _: lambda: None,
+        pin: Callable[[Slot], Callable[[], None]] | None = None,
     ) -> str:
         """Make and touch slots for an image, and start the saver, unless both are ready.
 
+        At first there is one slot; see `begin_adding_slot`.
+
         Args:
             shared_by: number of trainers making slots on this machine at the same time.
-            pin: called with each new slot. The returned function is called before the slot closes.
+            pin: called with each slot by the slot's first save. The returned function is called
+                before the slot closes.
 
-        Returns: a sentence if there are fewer slots than wanted, else an empty string. Without any
-            slot no save is possible from here.
+        Returns: a sentence if there is room for fewer slots than wanted, else an empty string.
+            Without any slot no save is possible from here.
         Raises: CommitError(SAVER_LOST, SLOTS_BUSY); the saver's error of opening the run.
         """
+        self._settle()
         self._check_process()
         self._image = image
         if self.fits(image):
             self._ready_link()
             return ""
-        room_nbytes = available_nbytes()
-        count = plan_slots(image.nbytes, self._slot_count, room_nbytes, shared_by)
-        reason = (
-            f"{image.nbytes} bytes each, and {room_nbytes} are left for {shared_by} trainers"
-            " of this machine"
-        )
+        # After a failure in a thread the other trainers have their slots already.
+        self._shared_by = 1 if self._has_failed_preparing else shared_by
+        self._pin = pin or _pin_nothing
+        count, reason = self._find_room(image.nbytes, self._slot_count)
+        wanted = min(count, max(1, len(self._places)))
         while True:
             try:
-                self._make_slots(count, image.nbytes, pin)
+                self._make_slots(wanted, image.nbytes)
                 break
             except Exception as error:
                 # A limit of this process or of the saver may refuse memory that the system reports
                 # as available.
-                if not (count and is_shortage(error)):
+                if not (wanted and is_shortage(error)):
                     raise
-                count = count - 1
-                reason = error.detail if isinstance(error, CkptError) else repr(error)
-        if count == self._slot_count:
-            return ""
-        return f"SLOTS_REDUCED: {count} of {self._slot_count} slots: {reason}"
+                count = wanted = wanted - 1
+                reason = _reason_of(error)
+        self._has_failed_preparing = False
+        self._room_count = count
+        return self._tell_room(reason)
 
-    def _make_slots(
-        self, count: int, nbytes: int, pin: Callable[[Slot], Callable[[], None]]
-    ) -> None:
+    def begin_preparing(self, prepare: Callable[[], None]) -> None:
+        """Call a function with a call of `prepare`, in a thread.
+
+        Calls that use slots wait for the end of the thread. An error is logged, and the next save
+        prepares again.
+        """
+
+        def work() -> None:
+            try:
+                prepare()
+            except Exception as error:  # noqa: BLE001
+                self._has_failed_preparing = True
+                if not self._is_cancelled:
+                    told = "saves can't be prepared now, and the next save tries again: %s"
+                    _LOG.warning(told, error)
+
+        self._begin_thread(work)
+
+    def begin_adding_slot(self, report: Callable[[str], None]) -> None:
+        """Make a further slot in a thread, unless there are as many as planned.
+
+        The thread's failure costs nothing but the slot.
+
+        Args:
+            report: called in the thread with a sentence if there is no room for the slot.
+        """
+        self._settle()
+        image = self._image
+        if image is not None and self.fits(image) and len(self._places) < self._room_count:
+            self._begin_thread(functools.partial(self._add_slot, image.nbytes, report))
+
+    def _begin_thread(self, work: Callable[[], None]) -> None:
+        self._settle()
+        self._preparing = threading.Thread(target=work, name="ckptfmt-prepare", daemon=True)
+        try:
+            self._preparing.start()
+        except RuntimeError:  # no thread can start: the next save prepares
+            self._preparing = None
+
+    def _settle(self, *, cancels: bool = False) -> None:
+        """Wait for the end of a preparation in a thread; the thread itself doesn't wait.
+
+        Args:
+            cancels: whether the preparation is of no use any more, and ends early.
+        """
+        self._is_cancelled |= cancels
+        thread = self._preparing
+        if thread is not None and thread is not threading.current_thread():
+            if os.getpid() == self._pid:  # a fork of the trainer has no such thread
+                thread.join()
+            self._preparing = None
+
+    def _find_room(self, nbytes: int, wanted: int) -> tuple[int, str]:
+        """Return the number of further slots within a limit and the memory, and the reason."""
+        room_nbytes = available_nbytes()
+        reason = (
+            f"{nbytes} bytes each, and {room_nbytes} are left for {self._shared_by} trainers"
+            " of this machine"
+        )
+        return plan_slots(nbytes, wanted, room_nbytes, self._shared_by), reason
+
+    def _tell_room(self, reason: str) -> str:
+        if self._room_count == self._slot_count:
+            return ""
+        return f"SLOTS_REDUCED: {self._room_count} of {self._slot_count} slots: {reason}"
+
+    def _add_slot(self, nbytes: int, report: Callable[[str], None]) -> None:
+        count, reason = self._find_room(nbytes, 1)
+        known = len(self._places)
+        try:
+            if count:
+                self._make_slot(nbytes)
+                self._ready_link()
+                return
+        except Exception as error:  # noqa: BLE001
+            reason = _reason_of(error)
+        with self._lock:
+            places = self._places[known:]
+            self._places = self._places[:known]
+        for place in places:
+            place.close()
+        self._room_count = known
+        if not self._is_cancelled:
+            report(self._tell_room(reason))
+
+    def _make_slot(self, nbytes: int) -> None:
+        slot = Slot.make(nbytes)
+        slot.touch(self._check_going, thread_count=self.thread_count)
+        with self._lock:
+            self._places.append(SaveSlot(len(self._places), slot))
+
+    def _check_going(self, _: int) -> None:
+        """Raise SAVER_LOST if the slots in preparation are of no use any more."""
+        if self._is_cancelled:
+            raise err(Code.SAVER_LOST, "the saves are being closed", where=self._name)
+
+    def _make_slots(self, count: int, nbytes: int) -> None:
         """Wait until the slots are free, close them, make new slots, and hand them to the saver."""
         if not self._wait(lambda: all(place.handle is None for place in self._places)):
-            raise self._busy_error(self._deadline_s)
+            raise self.busy_error(self._deadline_s)
         if count < len(self._places):
             self._end_idle_link()
         with self._lock:
@@ -240,10 +347,8 @@ class Background:
             self._places = []
         for place in places:
             place.close()
-        for number in range(count):
-            slot = Slot.make(nbytes)
-            slot.touch()
-            self._places.append(SaveSlot(number, slot, pin(slot)))
+        for _ in range(count):
+            self._make_slot(nbytes)
         if count:
             self._ready_link()
         self._wants_slots = False
@@ -274,13 +379,16 @@ class Background:
         link = self._link or self._start_link()
         for place in self._places:
             if place.given_to is not link:
+                place.refusal = None
                 link.add_slot(place.number, place.slot)
                 place.given_to = link
         number = self._link_number
 
         def is_ready() -> bool:
-            return self._link is not link or all(
-                place.ready_for == number for place in self._places
+            return (
+                self._is_cancelled
+                or self._link is not link
+                or all(place.ready_for == number or place.refusal for place in self._places)
             )
 
         if not is_ready() and not self._wait(is_ready):
@@ -291,11 +399,15 @@ class Background:
                     where=self._name,
                 )
             )
+        self._check_going(0)
         with self._lock:
             if self._link is not link:
                 raise self._lost or err(
                     Code.SAVER_LOST, "the saver ended just now", where=self._name
                 )
+            for place in self._places:
+                if place.refusal is not None:
+                    raise place.refusal
         return link
 
     def _start_link(self) -> Link:
@@ -339,15 +451,18 @@ class Background:
     @property
     def has_slots(self) -> bool:
         """Whether saves from here are possible, as far as known."""
+        self._settle()
         return bool(self._places) or self._wants_slots
 
     def is_busy(self) -> bool:
         """Return whether every slot holds an unwritten save."""
+        self._settle()
         with self._lock:
             return bool(self._places) and not any(place.handle is None for place in self._places)
 
     def fits(self, image: Image) -> bool:
         """Return whether the slots are made, and hold the image of the last `prepare`."""
+        self._settle()
         return (
             self._image is image
             and bool(self._places)
@@ -358,10 +473,11 @@ class Background:
     def wait_free(self, timeout_s: float) -> CkptError | None:
         """Wait until a slot is free. Returns: the error SLOTS_BUSY at the timeout; else None."""
         if self.is_busy() and not self._wait(lambda: not self.is_busy(), timeout_s):
-            return self._busy_error(timeout_s)
+            return self.busy_error(timeout_s)
         return None
 
-    def _busy_error(self, timeout_s: float) -> CkptError:
+    def busy_error(self, timeout_s: float) -> CkptError:
+        """Return the error for a save without a free slot."""
         with self._lock:
             saves = ", ".join(
                 str(save.handle) for save in self._saves.values() if not save.handle.is_over
@@ -390,6 +506,8 @@ class Background:
         """
         self._check_process()
         save, place = self._begin(state, request, handle, self._ready_link())
+        if place.release is None:
+            place.release = self._pin(place.slot)
         view = place.slot.view
         now, later = plan(place, view)
 
@@ -401,9 +519,13 @@ class Background:
 
         assert self._image is not None  # noqa: S101
         staging = Staging(self._image, (*now, *later), view, tell)
-        for copy in staging.copies:
-            copy.start()
-        staging.run(now, threads=self._threads, thread_count=self.thread_count)
+        try:
+            for copy in staging.copies:
+                copy.start()
+            staging.run(now, threads=self._threads, thread_count=self.thread_count)
+        except BaseException:
+            staging.settle()  # the slot is used again
+            raise
         if later:
             save.later = self._stager.submit(self._stage_later, save, staging, later)
         else:
@@ -419,7 +541,7 @@ class Background:
                 raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
             free = [place for place in self._places if place.handle is None]
             if not free:
-                raise self._busy_error(0.0)
+                raise self.busy_error(0.0)
             # The slot with the oldest snapshot, so that the newest snapshot stays in memory.
             place = min(free, key=lambda place: place.last_save)
             self._count += 1
@@ -454,6 +576,7 @@ class Background:
         A snapshot is in memory until the next save begins. The second value says whether the
         snapshot has all boxes of this process, those written by other processes included.
         """
+        self._settle()
         with self._lock:
             places = [place for place in self._places if place.handle is None and place.was_written]
         return {
@@ -497,6 +620,7 @@ class Background:
             staging.run(later)
             self._end_copies(save, None)
         except BaseException as error:  # noqa: BLE001
+            staging.settle()  # the slot is used again
             self._end_copies(save, None if save.is_complete else error)
 
     def _end_copies(self, save: _Save, problem: BaseException | None) -> None:
@@ -525,6 +649,11 @@ class Background:
             with self._lock:
                 for place in self._places[message["slot"] : message["slot"] + 1]:
                     place.ready_for = max(place.ready_for, link_number)
+                self._changed.notify_all()
+        elif kind == "refused":
+            with self._lock:
+                for place in self._places[message["slot"] : message["slot"] + 1]:
+                    place.refusal = error_from_json(message["error"])
                 self._changed.notify_all()
         elif kind == "broken":
             # The saver's last message: the saver uses no slot any more.
@@ -679,6 +808,7 @@ class Background:
         Returns: the saves that weren't over in time. A saver process continues with them; a saver
             thread ends with this process.
         """
+        self._settle(cancels=True)
         if os.getpid() != self._pid:
             return []  # a fork of the trainer owns no saver and no slots
         end_s = time.monotonic() + timeout_s
@@ -707,6 +837,7 @@ class Background:
         A saver process finishes staged saves without the trainer, so the wait is for the copies
         only. With a saver thread the wait is for the saves' end.
         """
+        self._settle(cancels=True)
         if os.getpid() != self._pid:
             return  # a fork of the trainer owns no saver and no slots
         end_s = time.monotonic() + timeout_s
@@ -749,6 +880,14 @@ class Background:
             look=self.look,
             timeout_s=self._deadline_s if timeout_s is None else timeout_s,
         )
+
+
+def _pin_nothing(_slot: Slot) -> Callable[[], None]:
+    return lambda: None
+
+
+def _reason_of(error: Exception) -> str:
+    return error.detail if isinstance(error, CkptError) else repr(error)
 
 
 def _snapshot(image: Image, view: memoryview) -> Memory:

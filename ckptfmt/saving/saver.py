@@ -560,10 +560,15 @@ def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None
     while (received := channel.receive()) is not None:
         message, slot_fd = received
         if slot_fd is not None:
-            slots[message["slot"]] = slot = Slot.attach(slot_fd)
-            slot.touch()
-            saver.add_slot(message["slot"], slot)
-            send({"type": "ready", "slot": message["slot"]})
+            number = message["slot"]
+            try:
+                slots[number] = slot = Slot.attach(slot_fd)
+                slot.touch()
+            except CkptError as error:  # saves in other slots go on
+                send({"type": "refused", "slot": number, "error": error.as_json()})
+                continue
+            saver.add_slot(number, slot)
+            send({"type": "ready", "slot": number})
         else:
             saver.handle(message)
 

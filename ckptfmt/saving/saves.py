@@ -95,9 +95,11 @@ class Saving:
             "thread", a thread of this process; "inline", the calling thread: `Checkpointer.save`
             returns after the commit.
         overlap: whether the parameters and their optimizer state are copied during the next
-            forward and backward pass, provided that the first save has shown no other change
-            than by the optimizer's step; by default True.
-        slots: number of snapshots for which shared memory is reserved, from 1 to 8; by default 2.
+            forward and backward pass; by default True. State on a device is first copied within
+            the device, if the device has spare memory. All other state is copied later only if
+            the first save has shown no other change than by the optimizer's step.
+        slots: largest number of snapshots in shared memory, from 1 to 8; by default 2. The first
+            slot is made before the first save, each further slot when a save finds all slots busy.
         when_busy: behaviour of `Checkpointer.save` while each slot holds a save that isn't WRITTEN:
             "wait" (the default) or "skip".
         nice: increment of the niceness of the saver's process, and of the niceness of its session
@@ -333,17 +335,36 @@ class Saves:
         """
         self.check(state, step=step)
         if self._saving.saver != "inline":
-            hosts = self._group.all_gather(socket.gethostname())
-            self._trainers_here = hosts.count(hosts[self._group.writer])
-            self._group.together(self._prepare_slots)
+            self._count_trainers()
+            background = self._background or self._make_background()
+            self._group.together(functools.partial(self._prepare_slots, background))
             self._guard_of(state)  # the guard learns from every step from now on
 
-    def _prepare_slots(self) -> None:
+    def begin_preparing(self, state: State, *, step: int | None = None) -> None:
+        """Check a state, and make the slots and start the saver in a thread, beside the training.
+
+        A failure in the thread is logged; the first save prepares again.
+
+        Raises: as `check`.
+        """
+        self.check(state, step=step)
+        if self._saving.saver != "inline":
+            self._count_trainers()
+            self._guard_of(state)
+            background = self._background or self._make_background()
+            background.begin_preparing(functools.partial(self._prepare_slots, background))
+
+    def _count_trainers(self) -> None:
+        hosts = self._group.all_gather(socket.gethostname())
+        self._trainers_here = hosts.count(hosts[self._group.writer])
+
+    def _prepare_slots(self, background: Background) -> None:
         image = self._ownership.image
         assert image is not None  # noqa: S101
-        background = self._background or self._make_background()
-        pin = {"pin": self._devices.pin} if self._has_device_tensors else {}
-        problem = background.prepare(image, shared_by=self._trainers_here, **pin)
+        pin = self._devices.pin if self._has_device_tensors else None
+        if self._has_device_tensors and self._delta.mode != "off":
+            self._devices.begin_digests()
+        problem = background.prepare(image, shared_by=self._trainers_here, pin=pin)
         if problem:
             self._report(problem if background.has_slots else f"{problem}; saves are made inline")
 
@@ -445,10 +466,8 @@ class Saves:
         if background is not None and not background.has_slots:
             background = None  # memory is too short for slots: the save is made inline
         waits = must or self._saving.when_busy == "wait"
-        problem = None
-        if background is not None and waits:  # all writers exchange this error
-            timeout_s = self._deadline_s if deadline_s is None else deadline_s
-            problem = background.wait_free(timeout_s)
+        timeout_s = self._deadline_s if deadline_s is None else deadline_s
+        problem = self._wait_free(background, timeout_s if waits else None)
         path = save.store.name
         step = save.origin.step
         handle = SaveHandle(
@@ -474,8 +493,7 @@ class Saves:
                     "durability": self._least_durability(to_home=must or to_home),
                     "failure": self._say_failure(),
                     "committed": has_committed,
-                    "busy": problem is not None
-                    or (background is not None and background.is_busy()),
+                    "busy": problem is not None,
                 },
             )
         except StoreError as error:  # from writer 0's check; all processes raise it
@@ -508,6 +526,22 @@ class Saves:
             self._mirrors.follow(handle)
         handle.blocked_s = time.monotonic() - begin_s
         return handle
+
+    def _wait_free(
+        self, background: Background | None, timeout_s: float | None
+    ) -> CkptError | None:
+        """Wait until a slot is free. If all are busy, a further slot is made.
+
+        Args:
+            background: the slots; None without any.
+            timeout_s: longest wait in seconds; None to wait for nothing, not even a further slot.
+
+        Returns: the error SLOTS_BUSY without a free slot, which all writers exchange; else None.
+        """
+        if background is None or not background.is_busy():
+            return None
+        background.begin_adding_slot(self._report)
+        return background.busy_error(0.0) if timeout_s is None else background.wait_free(timeout_s)
 
     def _write(
         self,
@@ -583,7 +617,7 @@ class Saves:
             assert self._ownership.image is not None  # noqa: S101
             if not background.fits(self._ownership.image):  # the structure may have grown
                 self._look_for_devices(snapshot)
-                self._prepare_slots()
+                self._prepare_slots(background)
                 if not background.has_slots:
                     return False
             background.save(
@@ -624,13 +658,20 @@ class Saves:
         filling = None
         if self._delta.mode != "off":  # without deltas every block is copied, without checksums
             filling = self._fillings.begin(place.number, image, was_written=place.was_written)
-        now, later = plan_copies(
-            snapshot, image, view, later=constant, devices=self._devices, filling=filling
+        plan = plan_copies(
+            snapshot,
+            image,
+            view,
+            later=constant,
+            devices=self._devices,
+            filling=filling,
+            takes_apart=guard is not None and guard.has_met_step,
         )
+        later: list[Copy] = plan.later
         if guard is not None:
             later = guard.hold(later, sources, handle)
-            guard.begin_probation(sources, image, view)
-        return now, later
+            guard.begin_probation(sources, image, view, without=plan.keys_apart)
+        return plan.now, [*later, *plan.apart]
 
     def snapshots(self, timeout_s: float) -> dict[str, tuple[Memory, bool]]:
         """Wait for the saves in flight, and return the snapshots in memory, before a load.

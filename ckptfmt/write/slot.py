@@ -19,7 +19,8 @@ import os
 import pathlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
@@ -34,6 +35,7 @@ _F_SEAL_SEAL: Final = 0x1
 _F_SEAL_SHRINK: Final = 0x2
 _F_SEAL_GROW: Final = 0x4
 _MADV_DONTFORK: Final = 10
+_MADV_HUGEPAGE: Final = 14
 _MADV_DONTDUMP: Final = 16
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
@@ -88,6 +90,8 @@ class MemoryCalls:
         try:
             for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
                 _checked(_libc().madvise(address, nbytes, advice))
+            # Fewer pages to allocate and to pin; the system may lack such pages.
+            _libc().madvise(address, nbytes, _MADV_HUGEPAGE)
         except OSError:
             self.unmap(address, nbytes)
             raise
@@ -203,7 +207,9 @@ class Slot:
             raise err(Code.SLOT_MEMORY, "the slot's descriptor is closed", remedy="")
         return self._fd
 
-    def touch(self, on_progress: Callable[[int], None] | None = None) -> None:
+    def touch(
+        self, on_progress: Callable[[int], None] | None = None, *, thread_count: int = 1
+    ) -> None:
         """Allocate all pages now, in this process's page table, so that no copy waits for them.
 
         The contents don't change, and other threads run meanwhile. Beyond a cgroup's limit the
@@ -212,6 +218,8 @@ class Slot:
 
         Args:
             on_progress: called after each piece (64 MiB) with the number of bytes touched so far.
+            thread_count: number of threads that touch, since the system clears one page after the
+                other.
 
         Raises:
             CkptError: ``SLOT_MEMORY`` if memory runs out, or if the slot or its descriptor is
@@ -222,14 +230,25 @@ class Slot:
         mapping = self._open_mapping()
         view = memoryview(mapping).cast("B")
         address = ctypes.addressof(mapping)
-        for byte_begin in range(0, self.nbytes, _PIECE_NBYTES):
+
+        def touch_piece(byte_begin: int) -> int:
             byte_end = min(byte_begin + _PIECE_NBYTES, self.nbytes)
             with _named_errors(self.nbytes):
                 self._touch_piece(
                     view[byte_begin:byte_end], address + byte_begin, self.fd, byte_begin
                 )
-            if on_progress:
-                on_progress(byte_end)
+            return byte_end
+
+        begins = range(0, self.nbytes, _PIECE_NBYTES)
+        with contextlib.ExitStack() as stack:
+            ends: Iterable[int] = map(touch_piece, begins)
+            if min(thread_count, len(begins)) > 1:
+                threads = stack.enter_context(ThreadPoolExecutor(thread_count, "ckptfmt-touch"))
+                with contextlib.suppress(RuntimeError):  # no thread can start
+                    ends = threads.map(touch_piece, begins)
+            for byte_end in ends:
+                if on_progress:
+                    on_progress(byte_end)
 
     def _touch_piece(self, piece: memoryview, address: int, fd: int, byte_begin: int) -> None:
         try:

@@ -275,6 +275,9 @@ class Copy(Protocol):
     def guard(self) -> None:
         """Make the device's later work wait for the copy, without blocking the caller."""
 
+    def settle(self) -> None:
+        """Wait until nothing more is written into the slot, after a failure; report no error."""
+
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class HostCopy:
@@ -317,6 +320,27 @@ class HostCopy:
     def guard(self) -> None:
         """Do nothing: no device is involved."""
 
+    def settle(self) -> None:
+        """Do nothing: the thread of the copy has ended."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class CopyPlan:
+    """The copies of a save.
+
+    Attributes:
+        now: the copies to do before the training goes on.
+        later: the copies of tensors that must stay constant meanwhile.
+        apart: the copies of values that are apart from the training already, in spare memory of
+            devices.
+        keys_apart: the tensors of `apart`.
+    """
+
+    now: list[Copy]
+    later: list[Copy]
+    apart: Sequence[Copy] = ()
+    keys_apart: frozenset[TensorKey] = frozenset()
+
 
 def plan_copies(
     snapshot: Snapshot,
@@ -326,8 +350,9 @@ def plan_copies(
     later: Collection[TensorKey],
     devices: Any,
     filling: Filling | None = None,
-) -> tuple[list[Copy], list[Copy]]:
-    """Return the copies that fill `view` as planned in `image`: copies to do now, later copies.
+    takes_apart: bool = False,
+) -> CopyPlan:
+    """Return the copies that fill `view` as planned in `image`.
 
     Args:
         snapshot: a snapshot of the structure for which the image was planned.
@@ -335,42 +360,51 @@ def plan_copies(
         later: tensors that may be copied while the training goes on.
         devices: a ``ckptfmt.adapters.torch.Devices``, or None without torch.
         filling: the slot's known contents; None to copy everything.
+        takes_apart: whether tensors on devices are copied into spare memory of the devices now, if
+            there is enough.
     """
     sources = {key_of(source): source for source in snapshot.tensors}
-    pieces = [(sources[piece.key], piece) for piece in image.pieces if piece.end > piece.begin]
-    return (
-        _plan([row for row in pieces if row[1].key not in later], view, devices, filling),
-        _plan([row for row in pieces if row[1].key in later], view, devices, filling),
-    )
-
-
-def _plan(
-    rows: Sequence[tuple[TensorSource, Piece]],
-    view: memoryview,
-    devices: Any,
-    filling: Filling | None,
-) -> list[Copy]:
-    copies: list[Copy] = []
-    on_device = []
-    for source, piece in rows:
+    rows = []
+    on_devices = []
+    for piece in image.pieces:
+        source = sources[piece.key]
+        if piece.end == piece.begin:
+            continue
         tensor = None if devices is None else devices.find(source, piece.box)
-        if tensor is not None:
-            on_device.append((piece.key, tensor, piece.begin, piece.end))
+        if tensor is None:
+            rows.append((source, piece))
         else:
-            copies.append(
-                HostCopy(
-                    source=source,
-                    box=piece.box,
-                    keys=(piece.key,),
-                    begin=piece.begin,
-                    end=piece.end,
-                    view=view,
-                    filling=filling,
-                )
-            )
-    if on_device:
-        copies += devices.plan(on_device, view, filling)
-    return copies
+            on_devices.append((piece.key, tensor, piece.begin, piece.end))
+    plan = CopyPlan(
+        now=[_host_copy(*row, view, filling) for row in rows if row[1].key not in later],
+        later=[_host_copy(*row, view, filling) for row in rows if row[1].key in later],
+    )
+    if not on_devices:
+        return plan
+    apart = devices.take(on_devices, view, filling) if takes_apart else None
+    if apart is not None:
+        plan.apart = apart
+        plan.keys_apart = frozenset(row[0] for row in on_devices)
+        return plan
+    plan.now += devices.plan([row for row in on_devices if row[0] not in later], view, filling)
+    plan.later += devices.plan(
+        [row for row in on_devices if row[0] in later], view, filling, is_later=True
+    )
+    return plan
+
+
+def _host_copy(
+    source: TensorSource, piece: Piece, view: memoryview, filling: Filling | None
+) -> HostCopy:
+    return HostCopy(
+        source=source,
+        box=piece.box,
+        keys=(piece.key,),
+        begin=piece.begin,
+        end=piece.end,
+        view=view,
+        filling=filling,
+    )
 
 
 class Staging:
@@ -446,6 +480,11 @@ class Staging:
             wait(helpers)  # after an error, too: the helpers write to the slot
         for helper in helpers:
             helper.result()
+
+    def settle(self) -> None:
+        """Wait until nothing more is written into the slot, after a failure."""
+        for copy in self.copies:
+            copy.settle()
 
     def _finished(self, copy: Copy) -> None:
         with self._lock:

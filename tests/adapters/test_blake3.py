@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import types
 from unittest.mock import Mock
 
@@ -15,7 +16,9 @@ from blake3 import blake3 as oracle
 from ckptfmt import digest, limits
 from ckptfmt.adapters.torch import blake3
 from ckptfmt.adapters.torch.blake3 import block_digests
+from ckptfmt.adapters.torch.device_copies import Cuda
 from ckptfmt.errors import Code, StateError
+from ckptfmt.write.helper_process import start_helper
 from tests.house.sources import ROOT
 
 LEAST = limits.BLOCK_NBYTES_MIN
@@ -54,9 +57,9 @@ def wrong(content, digests, block_nbytes):
 
 @pytest.fixture
 def _fresh():
-    blake3._find_kernels.cache_clear()
+    blake3.find_kernels.cache_clear()
     yield
-    blake3._find_kernels.cache_clear()
+    blake3.find_kernels.cache_clear()
 
 
 @pytest.fixture
@@ -178,7 +181,8 @@ print("equal")
 )
 def test_the_interpreted_kernels_give_the_digests_of_the_host():
     """REQ-TEN-006."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
 
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
@@ -189,3 +193,63 @@ def test_the_interpreted_kernels_give_the_digests_of_the_host():
     )
 
     assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
+
+
+@pytest.fixture
+def _no_compilation():
+    blake3._start_compilation.cache_clear()
+    blake3._READY.clear()
+    yield
+    blake3._start_compilation.cache_clear()
+    blake3._READY.clear()
+
+
+@pytest.mark.usefixtures("_no_compilation")
+def test_kernels_are_compiled_in_a_process_of_their_own_and_until_then_there_is_no_digest(
+    monkeypatch,
+):
+    """The process is real; it finds no Triton here, and ends."""
+    device = torch.device("cpu")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "triton" or find_spec(name)
+    )
+    begin_s = time.monotonic()
+    assert not blake3.are_kernels_ready(device)
+    assert Cuda().digest_blocks(torch.zeros(9000, dtype=torch.uint8), LEAST) is None
+    while not blake3.are_kernels_ready(device):
+        assert time.monotonic() < begin_s + 120
+        time.sleep(0.05)
+    compilation = blake3._start_compilation(device)
+    assert compilation is not None
+    assert compilation[0].returncode == 0
+    compilation[1].close()
+
+
+@pytest.mark.usefixtures("_no_compilation")
+def test_where_no_process_can_start_the_first_digest_compiles(monkeypatch):
+    def refuse(_module):
+        raise OSError("no process")
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "triton" or find_spec(name)
+    )
+    monkeypatch.setattr(blake3, "start_helper", refuse)
+    assert blake3.are_kernels_ready(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("_no_compilation")
+def test_without_triton_there_is_nothing_to_wait_for(monkeypatch):
+    monkeypatch.setattr(blake3, "start_helper", None)
+    assert blake3.are_kernels_ready(torch.device("cpu")) == (
+        importlib.util.find_spec("triton") is None
+    )
+
+
+def test_the_compiling_process_ends_with_its_trainer():
+    """The end of the channel is the end of the trainer."""
+    process, channel = start_helper("ckptfmt.adapters.torch.compile_kernels")
+    channel.shut_down()
+    assert process.wait(60) == 0
+    channel.close()

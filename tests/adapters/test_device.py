@@ -6,7 +6,7 @@ import mmap
 import threading
 import weakref
 from typing import Any
-from unittest.mock import Mock, create_autospec
+from unittest.mock import Mock, call, create_autospec
 
 import numpy as np
 import pytest
@@ -57,6 +57,8 @@ class FakeCuda(Cuda):
         self.calls = []
         self.sent = []
         self.status = 0
+        self.free = {}
+        self.spare = (64 << 30, 80 << 30)
         # A device does one thing after the other, whoever waits for it.
         self.working = threading.RLock()
 
@@ -84,6 +86,31 @@ class FakeCuda(Cuda):
         self.calls.append("follow")
         stream.enqueue(self.current_of(device).mark())
 
+    def record_current(self, device):
+        self.calls.append("moment")
+        return self.current_of(device).mark()
+
+    def follow(self, stream, event):
+        self.calls.append("follow")
+        with self.working:
+            stream.enqueue(event)
+
+    def copy_on_device(self, target, sources):
+        self.calls.append(f"copy {len(sources)}")
+        device = self.device_of(sources[0])
+        assert {self.device_of(source) for source in sources} == {device}
+        assert {source.dtype for source in sources} == {target.dtype}
+
+        def work():
+            torch.cat(sources, out=target)
+
+        with self.working:
+            self.current_of(device).enqueue(work)
+
+    def spare_nbytes(self, device):
+        assert device in self.sides
+        return self.spare
+
     def run_on(self, stream, work):
         self.calls.append("run")
         with self.working:
@@ -101,6 +128,28 @@ class FakeCuda(Cuda):
         assert stream is self.sides[device]
         self.calls.append(f"empty {nbytes}")
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def make_pool(self, device):
+        return f"pool of {device}"
+
+    def empty_for_both(self, nbytes, pool, stream, device):
+        """Give freed memory out again once both streams have done what they had to do then."""
+        assert pool == f"pool of {device}"
+        assert stream is self.sides[device]
+        self.calls.append(f"empty {nbytes}")
+        current = self.current_of(device)
+        free = self.free.setdefault((device, nbytes), [])
+        ready = next(
+            (row for row in free if row[1] <= current.done and row[2] <= stream.done), None
+        )
+        if ready is not None:
+            free.remove(ready)
+        block = bytearray(b"\xee" * nbytes) if ready is None else ready[0]
+        array = np.frombuffer(block, np.uint8)
+        weakref.finalize(
+            array, lambda: free.append((block, len(current.tasks), len(stream.tasks)))
+        ).atexit = False
+        return torch.from_numpy(array)
 
     def empty_on_host(self, nbytes):
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
@@ -120,7 +169,12 @@ class FakeCuda(Cuda):
 
     def hold_current(self, event, device):
         self.calls.append("hold")
-        self.current_of(device).enqueue(event)
+        with self.working:
+            self.current_of(device).enqueue(event)
+
+    def has_digests(self, device):
+        assert isinstance(device, torch.device)
+        return True
 
     def register(self, address, nbytes):
         self.calls.append(f"register {address} {nbytes}")
@@ -322,9 +376,9 @@ def test_start_only_enqueues():
     only.start()
     only.guard()
 
-    assert cuda.calls == ["follow", "run", "record", "hold"]
+    assert cuda.calls == ["moment", "follow", "run", "record", "hold"]
     only.finish()
-    assert cuda.calls[4:] == ["synchronize"]
+    assert cuda.calls[5:] == ["synchronize"]
     assert slot[:16] == bytes(16)
 
 
@@ -361,7 +415,7 @@ def test_without_the_guard_the_optimizer_is_seen():
 
 def test_without_waiting_for_the_current_stream_the_past_is_seen():
     class Hasty(FakeCuda):
-        def follow_current(self, stream, device):
+        def follow(self, stream, event):
             pass
 
     cuda = Hasty(late=("current",))
@@ -424,7 +478,7 @@ def test_each_device_has_one_stream_that_follows_its_own():
 
 def test_a_start_that_fails_can_still_be_waited_for(monkeypatch):
     cuda = FakeCuda()
-    slot, (only,) = plan(in_a_row([torch.zeros(MIB), torch.zeros(8).expand(3, 8)]), cuda)
+    _, (only,) = plan(in_a_row([torch.zeros(MIB), torch.zeros(8).expand(3, 8)]), cuda)
 
     def out_of_memory(_part):
         raise torch.OutOfMemoryError("no memory")
@@ -439,9 +493,10 @@ def test_a_start_that_fails_can_still_be_waited_for(monkeypatch):
         only.start()
 
     only.guard()
-    only.finish()
+    with pytest.raises(torch.OutOfMemoryError):
+        only.finish()
+    only.settle()
     assert cuda.calls[-3:] == ["record", "hold", "synchronize"]
-    slot.clear()
 
 
 def test_a_copy_that_was_never_started_is_dropped():
@@ -496,10 +551,14 @@ def test_the_seam_calls_what_torch_has(monkeypatch):
     recorded = cuda.record(side)
     cuda.hold_current(event, device)
     cuda.synchronize(event)
+    moment: Any = cuda.record_current(device)
+    cuda.follow(side, event)
 
+    side.wait_event.assert_called_once_with(event)
+    assert moment is event
     side.wait_stream.assert_called_once_with(current)
-    make_event.assert_called_once_with(blocking=True)
-    event.record.assert_called_once_with(side)
+    assert make_event.mock_calls[0] == call(blocking=True)
+    assert event.record.mock_calls == [call(side), call(current)]
     current.wait_event.assert_called_once_with(event)
     event.synchronize.assert_called_once_with()
     assert recorded is event

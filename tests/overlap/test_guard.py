@@ -228,6 +228,9 @@ class DeviceCopy:
     def guard(self) -> None:
         self.done.append("guard")
 
+    def settle(self) -> None:
+        self.done.append("settle")
+
 
 class Awaited:
     def __init__(self) -> None:

@@ -53,6 +53,11 @@ def requests_of(sizes, *, waits=False):
     return store, requests
 
 
+def thread_count(*, waits):
+    """Return the largest number of threads, and of buffers."""
+    return streaming.thread_count() + (streaming.READER_COUNT if waits else 0)
+
+
 def content_of(store, request):
     return store.read_range(request.path, request.byte_begin, request.nbytes)
 
@@ -104,9 +109,7 @@ def test_every_request_is_taken_once_with_its_bytes(sizes, waits):
             requests, key=lambda request: (request.path, request.byte_begin, request.nbytes)
         )
     ]
-    assert nbytes <= (streaming.WAITING_BUFFER_COUNT if waits else 4) * (
-        max(sizes, default=0) + 3 * 4096
-    )
+    assert nbytes <= thread_count(waits=waits) * (max(sizes, default=0) + 3 * 4096)
 
 
 def test_buffers_are_few_and_so_are_open_files(waits):
@@ -121,33 +124,26 @@ def test_buffers_are_few_and_so_are_open_files(waits):
         time.sleep(0.001)
 
     nbytes = stream_requests(opening, requests, take)
-    buffer_count = streaming.WAITING_BUFFER_COUNT if waits else streaming.THREAD_COUNT
-    assert nbytes <= (buffer_count + 1) * MIB
-    assert min(2, len(os.sched_getaffinity(0))) <= len(threads) <= streaming.THREAD_COUNT
-    assert len(places) <= 2 * buffer_count
-    assert (opening.most <= streaming.READER_COUNT + 1, opening.now) == (True, 0)
+    count = thread_count(waits=waits)
+    assert nbytes <= (count + 1) * MIB
+    assert min(2, len(os.sched_getaffinity(0))) <= len(threads) <= count
+    assert len(places) <= 2 * count
+    assert (opening.most <= count, opening.now) == (True, 0)
 
 
-def test_who_reads_for_a_device_does_nothing_else():
-    """So that its queue is full whatever checking and placing take."""
-    store, requests = requests_of([MIB] * 30, waits=True)
+def test_reads_that_wait_have_more_threads_than_processors():
+    """So that the queue of the storage is full, whatever checking and placing take."""
+    store, requests = requests_of([MIB] * 60, waits=True)
     readers: set[int] = set()
-    takers: set[int] = set()
 
     class Noting(Waiting):
         def before(self, operation):
             if operation.op == "read_range":
                 readers.add(threading.get_ident())
+                time.sleep(0.01)
 
-    def take(*_):
-        takers.add(threading.get_ident())
-        time.sleep(0.002)
-
-    stream_requests(Noting(store), requests, take)
-    assert readers
-    assert takers
-    assert not readers & takers
-    assert threading.get_ident() not in readers | takers
+    stream_requests(Noting(store), requests, lambda *_: None)
+    assert len(readers) == thread_count(waits=True)
 
 
 def test_large_blocks_take_fewer_buffers(waits):
@@ -179,7 +175,7 @@ def test_the_first_error_is_raised_and_no_more_is_begun(failing, waits):
             stream_requests(opening, requests, take)
         assert caught.value.detail == str(min(failing))
         assert sorted(begun) == sorted(ended)
-        most = streaming.WAITING_BUFFER_COUNT if waits else 2 * streaming.THREAD_COUNT
+        most = 2 * thread_count(waits=waits)
         assert max(begun) <= max(min(failing) + most, *failing & set(begun))
         assert opening.now == 0
 
@@ -230,19 +226,21 @@ def test_an_error_of_a_read_is_raised_too(failing, waits):
     assert caught.value.detail == f"{first.path}:{first.byte_begin}"
 
 
-def test_an_interruption_of_who_waits_ends_all():
-    """Ctrl-C comes to the thread that waits for the others: it, too, goes on only when they have ended."""
+def test_ctrl_c_ends_all():
+    """The calling thread, which is interrupted wherever it is, goes on only when the others have ended."""
     store, requests = requests_of([MIB] * 200, waits=True)
     under_way: set[Request] = set()
     taken: list[Request] = []
 
     def take(request, _):
         under_way.add(request)
-        time.sleep(0.02)
-        if len(taken) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        taken.append(request)
-        under_way.remove(request)
+        try:
+            time.sleep(0.02)
+            if len(taken) == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+            taken.append(request)
+        finally:
+            under_way.remove(request)
 
     with pytest.raises(KeyboardInterrupt):
         stream_requests(store, requests, take)

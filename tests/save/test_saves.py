@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,7 @@ from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.slot import Slot
 from ckptfmt.write.staging import HostCopy
 from tests.builders import code_of, error_of
 from tests.interface.test_group import Allgather, run_writers
@@ -513,12 +515,17 @@ def test_short_memory_is_reported_and_saves_are_made_all_the_same(
     monkeypatch: pytest.MonkeyPatch, room_nbytes: int, slot_count: int
 ) -> None:
     store = MemoryStore()
+    gated = GateStore(store)
+    if slot_count < 2:
+        gated.gate.set()
     room_for(monkeypatch, room_nbytes)
-    with Run(store) as run:
+    with Run(gated) as run:
         run.weights["big"] = np.zeros(MIB, np.int8)
         for step in (1, 2, 3):
             handle = run.save(step)
             assert slot_count or handle.state == "COMMITTED"
+            if step == 2:
+                gated.gate.set()
         reports = run.checkpointer.reports
         assert run.checkpointer._saves._background is not None
         assert len(run.checkpointer._saves._background._places) == slot_count
@@ -536,9 +543,9 @@ def test_memory_that_gets_short_later_is_reported_then(monkeypatch: pytest.Monke
     """What was saved before is safe, and what has grown is saved without slots."""
     store = MemoryStore()
     with Run(store) as run:
-        run.save(1)
+        run.save(1).wait_over()
         room_for(monkeypatch, 0)
-        run.save(2)
+        run.save(2).wait_over()
         assert not run.checkpointer.reports
         run.weights["m"] = np.zeros(MIB)
         assert [run.save(step).state for step in (3, 4)] == ["COMMITTED"] * 2
@@ -637,6 +644,133 @@ def test_growth_on_one_writer_only() -> None:
     assert ("tensor", "weights", "m", "global") in contents(store, 3)
 
 
+def test_the_second_slot_is_made_when_a_save_finds_the_first_one_busy() -> None:
+    store = MemoryStore()
+    gated = GateStore(store)
+    with Run(gated) as run:
+        run.save(1)
+        background = run.checkpointer._saves._background
+        assert background is not None
+        assert len(background._places) == 1
+        run.save(2)
+        assert len(background._places) == 2
+        gated.gate.set()
+        run.save(3)
+        assert len(background._places) == 2
+    assert all(is_whole(store, step) for step in (1, 2, 3))
+
+
+def test_a_save_that_is_skipped_has_a_second_slot_made_without_waiting_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, released = MemoryStore(), threading.Event()
+    gated = GateStore(store)
+    touch = Slot.touch
+
+    def touch_late(slot: Slot, *args: Any, **options: Any) -> None:
+        assert released.wait(WAIT_S)
+        touch(slot, *args, **options)
+
+    with Run(gated, when_busy="skip") as run:
+        states = [run.save(1).state]
+        monkeypatch.setattr(Slot, "touch", touch_late)
+        states.append(run.save(2).state)
+        released.set()
+        states += [run.save(step).state for step in (3, 4)]
+        gated.gate.set()
+    assert [state == "SKIPPED" for state in states] == [False, True, False, True]
+    assert committed(store) == [(1, 1), (3, 1)]
+
+
+def test_a_further_slot_that_cannot_be_made_fails_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    gated = GateStore(store)
+    with Run(gated) as run:
+        run.save(1)
+        monkeypatch.setattr(Background, "_make_slot", lambda *_: 1 / 0)
+        threading.Timer(0.2, gated.gate.set).start()
+        run.save(2)
+        reports = run.checkpointer.reports
+    assert [report[:27] for report in reports] == ["SLOTS_REDUCED: 1 of 2 slots"]
+    assert "ZeroDivisionError" in reports[0]
+    assert all(is_whole(store, step) for step in (1, 2))
+
+
+def test_closing_ends_a_preparation_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, going = MemoryStore(), threading.Event()
+    ended: list[float] = []
+
+    def touch(_slot: Slot, on_progress: Any = None, **_options: Any) -> None:
+        going.set()
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            on_progress(1)
+            time.sleep(0.01)
+        ended.append(end_s)
+
+    with Run(store, every=9) as run:
+        for step in run.checkpointer.steps(9):
+            if step == 0:
+                run.weights["m"] = np.zeros(200_000)
+                monkeypatch.setattr(Slot, "touch", touch)
+            elif going.wait(WAIT_S):
+                break
+    assert going.is_set()
+    assert not ended
+
+
+def test_a_save_waits_for_a_preparation_beside_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, released = MemoryStore(), threading.Event()
+    touch = Slot.touch
+
+    def touch_late(slot: Slot, *args: Any, **options: Any) -> None:
+        released.wait(WAIT_S)
+        touch(slot, *args, **options)
+
+    with Run(store, every=3) as run:
+        for step in run.checkpointer.steps(3):
+            if step == 0:
+                run.weights["m"] = np.zeros(200_000)
+                monkeypatch.setattr(Slot, "touch", touch_late)
+            if step == 1:
+                background = run.checkpointer._saves._background
+                assert background is not None
+                assert background._preparing is not None
+                assert background._preparing.is_alive()
+                threading.Timer(0.2, released.set).start()
+            for array in run.weights.values():
+                array[...] = step + 1
+        assert released.is_set()
+    assert is_whole(store, 3)
+
+
+def test_a_preparation_that_fails_is_logged_and_done_again_by_the_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    make_slots = Background._make_slots
+    failed: list[str] = []
+
+    def fail_once(background: Background, *args: Any) -> None:
+        if threading.current_thread().name == "ckptfmt-prepare" and not failed:
+            failed.append("once")
+            raise ZeroDivisionError("of the first step")
+        make_slots(background, *args)
+
+    monkeypatch.setattr(Background, "_make_slots", fail_once)
+    with Run(store, every=3) as run:
+        for step in run.checkpointer.steps(3):
+            if step == 0:
+                run.weights["m"] = np.zeros(200_000)
+            for array in run.weights.values():
+                array[...] = step + 1
+    assert failed
+    assert "of the first step" in caplog.text
+    assert is_whole(store, 3)
+
+
 def test_loop_prepares_for_what_the_first_step_brings() -> None:
     """No save waits for slots that could have been made before."""
     store = MemoryStore()
@@ -647,6 +781,7 @@ def test_loop_prepares_for_what_the_first_step_brings() -> None:
             if step == 1:
                 background = run.checkpointer._saves._background
                 assert background is not None
+                background._settle()
                 assert {place.slot.nbytes > 200_000 * 8 for place in background._places} == {True}
             for array in run.weights.values():
                 array[...] = step + 1

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import tempfile
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.write.slot import available_nbytes, margin_nbytes, plan_slots, slot_nbytes
+from tests.house.sources import ROOT
 from tests.store.helpers import FAST_DIRECTORY, code_of
 
 MIB = 2**20
@@ -339,3 +341,15 @@ def test_slots_are_as_many_as_leave_each_trainer_its_margin(image, wanted, avail
 )
 def test_numbers_out_of_range_are_refused(arguments):
     assert code_of(lambda: plan_slots(*arguments)) == "ARGUMENT"
+
+
+def test_the_documented_memory_of_a_node_is_what_is_planned():
+    """Of 8 processes with 60 GB each, where 90 % of a node's memory is available."""
+    text = (ROOT / "docs/operating.md").read_text()
+    section = text.partition("### Memory of a node\n")[2].partition("\n\nOn two cores")[0]
+    rows = re.findall(r"^\| ([\d,]+) GiB \| (\d)(.*?) \|", section, re.MULTILINE)
+    assert len(rows) == 6
+    for gib, first, more in rows:
+        available = int(gib.replace(",", "")) * 2**30 * 9 // 10
+        planned = plan_slots(60 * 10**9, 2, available, 8)
+        assert planned == int(first) + ("a second" in more), gib

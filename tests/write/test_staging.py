@@ -47,6 +47,9 @@ class BytesCopy:
     def guard(self) -> None:
         """Nothing."""
 
+    def settle(self) -> None:
+        """Nothing."""
+
 
 class Filled:
     """A slot of tensors of the given sizes, some of them only digested, and what is told of it as it is filled."""

@@ -10,7 +10,8 @@ from typing import Any, Final
 import torch
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
-from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
+from ckptfmt.adapters.torch.arrivals import plan_arrivals
+from ckptfmt.adapters.torch.devices import Devices
 from ckptfmt.adapters.torch.fingerprints import (
     Fingerprint,
     digest_outside_modules,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import subprocess
 import warnings
 from collections.abc import Callable
 from typing import Final
@@ -19,6 +20,7 @@ from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.digest import block_digests as host_digests
 from ckptfmt.errors import Code, err
+from ckptfmt.write.helper_process import Channel, start_helper
 
 #: The size of a batch in bytes, a multiple of the block size. The chaining values take a 32nd of
 #: this size.
@@ -26,6 +28,10 @@ BATCH_NBYTES: Final = 256 << 20
 #: A program that digests the blocks of its first argument. It writes a row of 8 int32 words for
 #: each block to its second argument. The third argument is the block size.
 _Program = Callable[[torch.Tensor, torch.Tensor, int], None]
+
+
+#: The devices whose compilation is over.
+_READY: Final[set[torch.device]] = set()
 
 
 def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor | None:
@@ -63,7 +69,7 @@ def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor
     if not least <= block_nbytes <= most or block_nbytes & (block_nbytes - 1):
         detail = f"{block_nbytes} isn't a power of two from {least} to {most}"
         raise err(Code.ARGUMENT, detail, where="block_nbytes=", requirement="REQ-TEN-005")
-    kernels = _find_kernels(tensor_bytes.device)
+    kernels = find_kernels(tensor_bytes.device)
     return None if kernels is None else _digest(tensor_bytes.detach(), block_nbytes, kernels)
 
 
@@ -80,8 +86,34 @@ def _digest(content: torch.Tensor, block_nbytes: int, program: _Program) -> torc
     return digests.view(torch.uint8)
 
 
+def are_kernels_ready(device: torch.device) -> bool:
+    """Return whether `block_digests` on a device needs no compilation any more.
+
+    The first call starts the compilation, in a process of its own. The kernels are also ready if
+    there are none, or if that process failed: then the next digest compiles, or fails.
+    """
+    if device in _READY or importlib.util.find_spec("triton") is None:
+        return True
+    compilation = _start_compilation(device)
+    if compilation is not None and compilation[0].poll() is None:
+        return False
+    _READY.add(device)
+    return True
+
+
 @functools.cache
-def _find_kernels(device: torch.device) -> _Program | None:
+def _start_compilation(device: torch.device) -> tuple[subprocess.Popen[bytes], Channel] | None:
+    """Start a process that compiles the kernels for a device; return None if none can start."""
+    try:
+        process, channel = start_helper("ckptfmt.adapters.torch.compile_kernels")
+        channel.send({"device": str(device)})
+    except OSError:
+        return None
+    return process, channel
+
+
+@functools.cache
+def find_kernels(device: torch.device) -> _Program | None:
     """Return the kernels, or None if they are missing or give wrong digests on this device."""
     if importlib.util.find_spec("triton") is None:
         return None

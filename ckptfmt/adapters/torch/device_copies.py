@@ -1,8 +1,8 @@
 """Copy CUDA tensors into a slot on a side stream, in few large transfers without conversion.
 
-No tensor here needs `record_stream`. The caching allocator only knows the stream on which a block
-was allocated. It reuses the block in the order of that stream, as soon as the last reference is
-gone.
+Sources and buffers for gathers need no `record_stream`. The caching allocator only knows the stream
+on which a block was allocated. It reuses the block in the order of that stream, as soon as the last
+reference is gone.
 
 - Sources belong to other streams. A copy keeps a reference to each source until the copy's event
   has completed. Until then the memory can't become another tensor while the side stream reads.
@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -27,14 +26,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptfmt.adapters.torch.blake3 import block_digests
-from ckptfmt.adapters.torch.tensors import TorchSink, TorchSource, _as_integers
-from ckptfmt.box import Box
+from ckptfmt.adapters.torch.blake3 import are_kernels_ready, block_digests
+from ckptfmt.adapters.torch.tensors import _as_integers
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.read.streaming import Borrow
-from ckptfmt.write.slot import Slot
-from ckptfmt.write.snapshot import TensorSink, TensorSource
 from ckptfmt.write.staging import DeviceTensor, Filling, Seen
 
 #: A contiguous tensor of at least this many bytes has its own transfer; smaller neighbours are
@@ -60,9 +55,37 @@ class Cuda:
         """Return a new stream of `device`, different from the default stream."""
         return torch.cuda.Stream(device)
 
+    def make_pool(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a new stream of `device`, for the memory pool only."""
+        return torch.cuda.Stream(device)
+
     def follow_current(self, stream: torch.cuda.Stream, device: torch.device) -> None:
         """Make `stream` wait for all work enqueued so far on this thread's current stream."""
         stream.wait_stream(torch.cuda.current_stream(device))
+
+    def record_current(self, device: torch.device) -> torch.cuda.Event:
+        """Return an event that completes after all work of this thread's current stream so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def follow(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Make later work of `stream` wait for `event`."""
+        stream.wait_event(event)
+
+    def copy_on_device(self, target: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        """Copy flat tensors of one dtype side by side, on this thread's current stream.
+
+        Few kernels copy many tensors. The call doesn't wait.
+        """
+        torch.cat(sources, out=target)
+
+    def spare_nbytes(self, device: torch.device) -> tuple[int, int]:
+        """Return the memory of a device that nobody has reserved, and the whole memory, in bytes.
+
+        Memory in the cache of torch's allocator is reserved.
+        """
+        return torch.cuda.mem_get_info(device)
 
     def run_on(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
         """Call `work` with `stream` as the current stream."""
@@ -81,16 +104,40 @@ class Cuda:
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    def empty_for_both(
+        self,
+        nbytes: int,
+        pool: torch.cuda.Stream,
+        stream: torch.cuda.Stream,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return a new buffer for this thread's current stream and for `stream`.
+
+        The buffer comes from the memory pool of `pool`, a stream without any work. The allocator
+        gives freed memory of the pool to the next buffer only after the work of both streams that
+        preceded the release.
+        """
+        memory = self.empty(nbytes, pool, device)
+        memory.record_stream(torch.cuda.current_stream(device))
+        memory.record_stream(stream)
+        return memory
+
     def empty_on_host(self, nbytes: int) -> torch.Tensor:
         """Return new pinned memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def digest_blocks(self, content: torch.Tensor, block_nbytes: int) -> torch.Tensor | None:
         """Return the digests of blocks of bytes, computed on the current stream.
 
-        Returns: None if no kernel is available.
+        Returns: None if no kernel is available, or while the kernels are compiled.
         """
+        if not self.has_digests(content.device):
+            return None
         return block_digests(content, block_nbytes)
+
+    def has_digests(self, device: torch.device) -> bool:
+        """Return whether digests need no compilation any more; start the compilation if not."""
+        return are_kernels_ready(device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return an event that completes after all work enqueued so far on `stream`."""
@@ -166,16 +213,26 @@ def _refusal(status: int, cuda: Cuda) -> str | None:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class _Side:
+class Side:
     """The staging resources of a device: a stream, and a buffer for gathers.
 
     A second buffer would be idle, since all gathers share the stream.
+
+    Attributes:
+        pool: a stream without work, whose memory pool has the buffers of snapshots.
+        kept_nbytes: the memory that snapshots have left in the pool.
+        is_full: whether the device had no memory for a snapshot although enough was expected.
+        enqueuing: held while a copy is enqueued, because a gather and its transfer are a pair.
     """
 
     cuda: Cuda
     device: torch.device
     stream: torch.cuda.Stream
+    pool: torch.cuda.Stream
+    kept_nbytes: int = 0
+    is_full: bool = False
     buffer: torch.Tensor | None = None
+    enqueuing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def reserve(self) -> None:
         """Allocate the buffer, if there is none yet."""
@@ -184,28 +241,27 @@ class _Side:
 
 
 class SideStreams:
-    """A side stream and a buffer for each device, reused by all saves.
-
-    Only a single thread may start the copies, because a gather and its transfer are enqueued as a
-    pair.
-    """
+    """A side stream and a buffer for each device, reused by all saves."""
 
     def __init__(self, *, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._sides: dict[torch.device, _Side] = {}
+        self._sides: dict[torch.device, Side] = {}
 
-    def of(self, tensor: torch.Tensor) -> _Side:
+    def of(self, tensor: torch.Tensor) -> Side:
         """Return the staging resources of a tensor's device."""
         device = self._cuda.device_of(tensor)
         if device not in self._sides:
-            self._sides[device] = _Side(
-                cuda=self._cuda, device=device, stream=self._cuda.make_stream(device)
+            self._sides[device] = Side(
+                cuda=self._cuda,
+                device=device,
+                stream=self._cuda.make_stream(device),
+                pool=self._cuda.make_pool(device),
             )
         return self._sides[device]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class _Transfer:
+class Transfer:
     """A transfer of the bytes ``[begin, end)`` of the image from `parts` on the device.
 
     Attributes:
@@ -216,7 +272,7 @@ class _Transfer:
             comparison.
     """
 
-    side: _Side
+    side: Side
     keys: list[TensorKey]
     begin: int
     end: int
@@ -234,7 +290,7 @@ class _Transfer:
     @property
     def is_direct(self) -> bool:
         """Whether the transfer is a large tensor whose bytes need no packing."""
-        return self.nbytes >= SMALL_NBYTES and all(_is_plain(part) for part in self.parts)
+        return self.nbytes >= SMALL_NBYTES and all(is_in_order(part) for part in self.parts)
 
     def run(self, target: torch.Tensor) -> None:
         """Pack, gather and send the parts on the current stream."""
@@ -302,66 +358,156 @@ class _Transfer:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Moment:
+    """The moment of the values that several copies from a device have.
+
+    Attributes:
+        event: an event on the stream that was current at the moment; None before the moment.
+    """
+
+    cuda: Cuda
+    device: torch.device
+    event: torch.cuda.Event | None = None
+
+    def mark(self) -> None:
+        """Let the moment be now, unless the moment is past."""
+        if self.event is None:
+            self.event = self.cuda.record_current(self.device)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class DeviceCopy:
     """A copy of the bytes ``[begin, end)`` of the image from a device: a `Copy` of staging.
 
     The training thread calls `start` and `guard`, which refer to this thread's current stream. Any
     thread may call `finish`.
 
-    If the slot already holds a tensor, all or in part, `start` only computes the digests of the
-    tensor's blocks. The first call of `finish` or `guard` after that sends the changed blocks, once
-    the digests have arrived.
+    A driver accepts a bounded amount of copies, and then blocks the calling thread until the bus
+    has done some. Therefore `start` only marks the moment of a copy that is done later, and the
+    thread of the copies enqueues: each call of `finish` enqueues the next copy too, so that the bus
+    stays busy, and no further copies.
+
+    If the slot already holds a tensor, all or in part, the digests of the tensor's blocks are
+    computed first. The changed blocks are sent by `finish` or `guard`, once the digests have
+    arrived.
+
+    Attributes:
+        is_later: whether `finish` or `guard` enqueues the copy, instead of `start`.
+        ahead: the copy that `finish` enqueues besides this copy.
+        sources: the tensors whose memory must live until the copy is over.
     """
 
     keys: tuple[TensorKey, ...]
     begin: int
     end: int
-    side: _Side
-    transfers: list[_Transfer]
+    side: Side
+    transfers: list[Transfer]
     image: torch.Tensor | None
+    moment: Moment
+    is_later: bool = False
+    ahead: DeviceCopy | None = None
+    sources: Sequence[torch.Tensor] = ()
     event: torch.cuda.Event | None = None
     seen: Sequence[Seen] = ()
+    _is_begun: bool = False
     _looks: bool = False
+    _problem: BaseException | None = None
     _sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Enqueue the copy after all work enqueued so far on the current stream.
+        """Mark the moment of the copied values, and enqueue the copy unless it is done later.
 
-        The copied values are those at the time of this call.
+        Moment: after all work enqueued so far on the current stream.
         """
-        cuda = self.side.cuda
-        stream = self.side.stream
-        for transfer in self.transfers:
-            transfer.reserve()
-        cuda.follow_current(stream, self.side.device)
-        try:
-            cuda.run_on(stream, self._enqueue)
-            self._looks = True
-        finally:  # also after an out-of-memory error: earlier work still writes into the slot
-            self.event = cuda.record(stream)
+        self.moment.mark()
+        if not self.is_later:
+            self._enqueue_once()
 
     def finish(self) -> None:
         """Wait until the bytes are in the slot, then release the sources and the slot.
 
-        The wait releases the GIL.
+        The wait releases the GIL. After an error the caller calls `settle`.
+
+        Raises: the error of the device, also if `guard` or the copy before met the error first.
         """
+        self._enqueue_once()
+        if self.ahead is not None:
+            self.ahead.try_enqueue()
         self._send_changed()
         if self.event is not None:
             self.side.cuda.synchronize(self.event)
         self.seen = [
             each.seen() for each in self.transfers if self._looks and each.watched is not None
         ]
-        self.transfers = []
-        self.image = None
+        self._release()
 
     def guard(self) -> None:
         """Make later work of the current stream wait until the sources have been read.
 
-        The call blocks the thread only while digests are missing.
+        The call blocks the thread while digests are missing, and while the driver accepts no
+        further copies. A copy that can't be enqueued doesn't fail here but in `finish`.
         """
-        self._send_changed()
+        self.try_enqueue()
+        with contextlib.suppress(Exception):  # `finish` raises the error
+            self._send_changed()
         if self.event is not None:
             self.side.cuda.hold_current(self.event, self.side.device)
+
+    def try_enqueue(self) -> None:
+        """Enqueue the copy, unless it is enqueued already; leave a failure to `finish`."""
+        with contextlib.suppress(Exception):
+            self._enqueue_once()
+
+    def settle(self) -> None:
+        """Wait until the device no longer writes into the slot; nothing is enqueued from now on.
+
+        An error of the device is left out.
+        """
+        with self._sending:
+            self._is_begun = True
+            with contextlib.suppress(Exception):
+                if self.event is not None:
+                    self.side.cuda.synchronize(self.event)
+        self._release()
+
+    def _release(self) -> None:
+        self.transfers = []
+        self.image = self.ahead = None
+        self.sources = ()
+
+    def _enqueue_once(self) -> None:
+        """Enqueue the copy behind the moment, unless it is enqueued already."""
+        with self._sending, self._keeping_problem():
+            if self._is_begun or self.moment.event is None:
+                return
+            self._is_begun = True
+            for transfer in self.transfers:
+                transfer.reserve()
+            with self.side.enqueuing:
+                self.side.cuda.follow(self.side.stream, self.moment.event)
+                self._run_on_side(self._enqueue)
+            self._looks = True
+
+    @contextlib.contextmanager
+    def _keeping_problem(self) -> Iterator[None]:
+        """Raise the first error of this copy, of this block or of an earlier block.
+
+        A copy that failed once is never taken for a finished copy. Needs the lock.
+        """
+        if self._problem is not None:
+            raise self._problem
+        try:
+            yield
+        except BaseException as error:
+            self._problem = error
+            raise
+
+    def _run_on_side(self, work: Callable[[], None]) -> None:
+        cuda = self.side.cuda
+        try:
+            cuda.run_on(self.side.stream, work)
+        finally:  # also after an out-of-memory error: earlier work still writes into the slot
+            self.event = cuda.record(self.side.stream)
 
     def _enqueue(self) -> None:
         assert self.image is not None  # noqa: S101
@@ -372,17 +518,15 @@ class DeviceCopy:
 
     def _send_changed(self) -> None:
         """Send the changed blocks of tensors that waited for digests, if not already sent."""
-        with self._sending:
+        with self._sending, self._keeping_problem():
             waiting = [
                 each for each in self.transfers if self._looks and each.waits and each.kept is None
             ]
             if not waiting or self.event is None:
                 return
-            cuda = self.side.cuda
-            stream = self.side.stream
             image = self.image
             assert image is not None  # noqa: S101
-            cuda.synchronize(self.event)
+            self.side.cuda.synchronize(self.event)
             for transfer in waiting:
                 transfer.compare()
 
@@ -390,10 +534,8 @@ class DeviceCopy:
                 for transfer in waiting:
                     transfer.run_changed(image)
 
-            try:
-                cuda.run_on(stream, send)
-            finally:  # earlier work still writes into the slot, as in `start`
-                self.event = cuda.record(stream)
+            with self.side.enqueuing:
+                self._run_on_side(send)
 
 
 def plan_device_copies(
@@ -402,6 +544,7 @@ def plan_device_copies(
     *,
     sides: SideStreams,
     filling: Filling | None = None,
+    is_later: bool = False,
 ) -> tuple[DeviceCopy, ...]:
     """Return the copies of device tensors into a slot, in image order.
 
@@ -416,6 +559,7 @@ def plan_device_copies(
         sides: the streams and buffers of the devices.
         filling: the known content of the slot. Only changed blocks of large tensors are sent. None
             sends all bytes.
+        is_later: whether the copies are done later, in this order, by one thread.
     """
     parts = (
         transfer
@@ -425,59 +569,86 @@ def plan_device_copies(
     transfers = [
         _join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)
     ]
-    if not transfers:
-        return ()
-    image = torch.frombuffer(slot_view, dtype=torch.uint8)
-    return tuple(
-        DeviceCopy(
-            keys=_keys_of(run),
-            begin=run[0].begin,
-            end=run[-1].end,
-            side=run[0].side,
-            transfers=run,
-            image=image,
+    moments: dict[torch.device, Moment] = {}
+    return join_copies(transfers, slot_view, moments, is_later=is_later)
+
+
+def join_copies(
+    transfers: Iterable[Transfer],
+    slot_view: memoryview,
+    moments: dict[torch.device, Moment],
+    *,
+    is_later: bool,
+) -> tuple[DeviceCopy, ...]:
+    """Return copies of neighbouring transfers, in image order.
+
+    Args:
+        transfers: the transfers, in image order.
+        slot_view: the image, writable.
+        moments: the moment of the values, by device; a missing moment is added, and is marked by
+            the start of a copy.
+        is_later: whether the copies are done later, in this order, by one thread.
+    """
+    image: torch.Tensor | None = None
+    copies: list[DeviceCopy] = []
+    for run in _iter_runs(transfers, COPY_NBYTES, is_alone=lambda _: False):
+        image = torch.frombuffer(slot_view, dtype=torch.uint8) if image is None else image
+        side = run[0].side
+        moment = moments.setdefault(side.device, Moment(cuda=side.cuda, device=side.device))
+        copies.append(
+            DeviceCopy(
+                keys=_keys_of(run),
+                begin=run[0].begin,
+                end=run[-1].end,
+                side=side,
+                transfers=run,
+                image=image,
+                moment=moment,
+                is_later=is_later,
+            )
         )
-        for run in _iter_runs(transfers, COPY_NBYTES, is_alone=lambda _: False)
-    )
+    for copy, ahead in itertools.pairwise(copies) if is_later else ():
+        copy.ahead = ahead
+    return tuple(copies)
 
 
 def _iter_transfers(
     piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, filling: Filling | None
-) -> Iterator[_Transfer]:
+) -> Iterator[Transfer]:
     key, held, begin, end = piece
     side = sides.of(held)
     tensor = held.detach()  # keeps the memory after `tensor.data = ...`
     for at, part in _iter_parts(tensor, begin, end):
-        transfer = _Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
+        transfer = Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
         # Blocks start at the begin of a piece, so a piece that is sent in parts can't be compared.
         if filling is not None and part is tensor and transfer.is_direct:
             transfer.block_nbytes, transfer.watched = filling.block_nbytes, filling.watch(begin)
         yield transfer
 
 
-def _join(run: list[_Transfer]) -> _Transfer:
+def _join(run: list[Transfer]) -> Transfer:
     if len(run) == 1:
         return run[0]
     run[0].side.reserve()
     parts = [part for transfer in run for part in transfer.parts]
-    return _Transfer(
+    return Transfer(
         side=run[0].side, keys=[*_keys_of(run)], begin=run[0].begin, end=run[-1].end, parts=parts
     )
 
 
-def _keys_of(run: list[_Transfer]) -> tuple[TensorKey, ...]:
+def _keys_of(run: list[Transfer]) -> tuple[TensorKey, ...]:
     """Return the distinct keys of a run. A tensor packed in several parts has a single key."""
     return tuple(dict.fromkeys(key for transfer in run for key in transfer.keys))
 
 
 def _iter_runs(
-    transfers: Iterable[_Transfer], limit_nbytes: int, *, is_alone: Callable[[_Transfer], bool]
-) -> Iterator[list[_Transfer]]:
+    transfers: Iterable[Transfer], limit_nbytes: int, *, is_alone: Callable[[Transfer], bool]
+) -> Iterator[list[Transfer]]:
     """Yield runs of neighbours in the image that share a device and fit the limit.
 
     A transfer larger than the limit forms its own run.
     """
-    run: list[_Transfer] = []
+    run: list[Transfer] = []
     for transfer in transfers:
         if run and (
             run[-1].end != transfer.begin
@@ -501,7 +672,7 @@ def _iter_parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[in
     assert tensor.nbytes == end - begin  # noqa: S101
     if begin == end:
         return
-    if _is_plain(tensor) or tensor.nbytes <= GATHER_NBYTES:
+    if is_in_order(tensor) or tensor.nbytes <= GATHER_NBYTES:
         yield begin, tensor
         return
     row_count = GATHER_NBYTES // (tensor.nbytes // len(tensor))
@@ -510,7 +681,8 @@ def _iter_parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[in
         begin += part.nbytes
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is the content, in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -526,145 +698,3 @@ def _bytes_of(part: torch.Tensor) -> torch.Tensor:
 
 #: The device type of tensors outside of host memory.
 DEVICE_TYPE: Final = "cuda"
-
-
-class Devices:
-    """The side streams and pinned slots of a trainer.
-
-    CUDA isn't used before a tensor is on a device.
-
-    Args:
-        report: called with a sentence if a slot can't be pinned.
-        cuda: the CUDA calls to use, such as those of a fake.
-        device_type: the device type of the tensors to copy.
-    """
-
-    def __init__(
-        self,
-        report: Callable[[str], None],
-        *,
-        cuda: Cuda | None = None,
-        device_type: str = DEVICE_TYPE,
-    ) -> None:
-        # Weak: the function that unpins refers to this object, and must not keep the reporter
-        # alive.
-        self._report = weakref.WeakMethod(report)
-        self._cuda = Cuda() if cuda is None else cuda
-        self._device_type = device_type
-        self._sides = SideStreams(cuda=self._cuda)
-
-    def find(self, source: TensorSource, box: Box) -> torch.Tensor | None:
-        """Return the elements of `box` if they are on a device, else None."""
-        if not isinstance(source, TorchSource) or source.local.device.type != self._device_type:
-            return None
-        return source.held_at(box)
-
-    def plan(
-        self,
-        pieces: Iterable[tuple[TensorKey, torch.Tensor, int, int]],
-        view: memoryview,
-        filling: Filling | None = None,
-    ) -> tuple[DeviceCopy, ...]:
-        """Return the copies of tensors that `find` returned; see `plan_device_copies`."""
-        return plan_device_copies(pieces, view, sides=self._sides, filling=filling)
-
-    def holds_any(self, sources: Iterable[TensorSource]) -> bool:
-        """Return whether any of the sources is on a device."""
-        return any(
-            isinstance(source, TorchSource) and source.local.device.type == self._device_type
-            for source in sources
-        )
-
-    def pin(self, slot: Slot) -> Callable[[], None]:
-        """Pin a slot's memory, and return a function that unpins the memory.
-
-        The function must be called before the slot is closed.
-        """
-        address = slot.address
-        view = slot.view
-        problem = pin(address, slot.nbytes, cuda=self._cuda)
-        if problem is not None:
-            report = self._report()
-            if report is not None:
-                report(
-                    "SLOT_NOT_PINNED: copies from the device are slower, and keep the host"
-                    f" waiting: {problem}"
-                )
-            return lambda: None
-
-        def release() -> None:
-            unpin(address, cuda=self._cuda)
-            view.release()
-
-        return release
-
-
-def plan_arrivals(
-    sinks: Sequence[TensorSink],
-    *,
-    report: Callable[[str], None],
-    cuda: Cuda | None = None,
-    device_type: str = DEVICE_TYPE,
-) -> Borrow | None:
-    """Return a context manager factory that lends the read buffers to the device's sinks.
-
-    Args:
-        sinks: the sinks of a load.
-        report: called with a sentence if the buffers can't be pinned.
-        cuda: the CUDA calls to use, such as those of a fake.
-        device_type: the device type of the tensors to fill.
-
-    Returns: None if no sink is on a device.
-    """
-    found = [
-        sink
-        for sink in sinks
-        if isinstance(sink, TorchSink) and sink.local.device.type == device_type
-    ]
-    if not found:
-        return None
-    return _Arrivals(found, report, Cuda() if cuda is None else cuda).borrow
-
-
-class _Arrivals:
-    def __init__(
-        self, sinks: Sequence[TorchSink], report: Callable[[str], None], cuda: Cuda
-    ) -> None:
-        self._sinks = sinks
-        self._report = report
-        self._cuda = cuda
-        self._sides = SideStreams(cuda=cuda)
-
-    @contextlib.contextmanager
-    def borrow(self, memory: memoryview) -> Iterator[None]:
-        """Pin the buffers, and let the sinks copy from them on a side stream."""
-        # Work on the program's streams may still read the tensors that are about to be filled.
-        for side in {self._sides.of(sink.local) for sink in self._sinks}:
-            self._cuda.follow_current(side.stream, side.device)
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        problem = pin(address, len(memory), cuda=self._cuda)
-        if problem is not None:
-            self._report(
-                "the buffers of the load aren't pinned, and copies to the device are slower:"
-                f" {problem}"
-            )
-        for sink in self._sinks:
-            sink.arrive = self._copy
-        try:
-            yield
-        finally:
-            for sink in self._sinks:
-                sink.arrive = None
-            if problem is None:
-                unpin(address, cuda=self._cuda)
-
-    def _copy(self, target: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Copy and wait for the end of the copy, because the buffer is reused afterwards."""
-
-        def enqueue() -> None:
-            with torch.no_grad():
-                target.copy_(incoming, non_blocking=True)
-
-        stream = self._sides.of(target).stream
-        self._cuda.run_on(stream, enqueue)
-        self._cuda.synchronize(self._cuda.record(stream))

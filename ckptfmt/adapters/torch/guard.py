@@ -39,6 +39,8 @@ from ckptfmt.write.image import Image, Piece
 from ckptfmt.write.snapshot import TensorSource
 from ckptfmt.write.staging import Copy, HostCopy, Seen
 
+#: The number of bytes that are compared at a time.
+_COMPARED_NBYTES: Final = 64 << 20
 #: The number of names in a report.
 _SHOWN: Final = 4
 #: The number of elements that are compared between the call and the copy.
@@ -125,6 +127,11 @@ class _CheckedCopy:
         """Make later device work wait for the copy. Later writes aren't checked."""
         self.judge(is_last=True)
         self.inner.guard()
+
+    def settle(self) -> None:
+        """End the inner copy after a failure."""
+        self.is_over = True
+        self.inner.settle()
 
     def judge(self, *, is_last: bool = False) -> None:
         """Find changed tensors, unless the tensors' optimizer has begun to step."""
@@ -233,6 +240,7 @@ class Guard:
         self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._on_probation: dict[int, list[_Watched]] = {}
         self._in_flight: list[tuple[Awaited, list[_CheckedCopy]]] = []
+        self._has_met_step = False
         hooks = _register(weakref.ref(self))
         #: Removes the hooks, when called or when the guard is garbage-collected.
         self.close = weakref.finalize(self, _remove_all, hooks)
@@ -278,11 +286,28 @@ class Guard:
         self._in_flight += [(handle, checked)] if checked else []
         return checked
 
+    @property
+    def has_met_step(self) -> bool:
+        """Whether an optimizer of this process has begun a step since the guard was made."""
+        return self._has_met_step
+
     def begin_probation(
-        self, sources: Iterable[TensorSource], image: Image, view: memoryview
+        self,
+        sources: Iterable[TensorSource],
+        image: Image,
+        view: memoryview,
+        *,
+        without: frozenset[TensorKey] = frozenset(),
     ) -> None:
-        """Watch the tensors of this save until their optimizer's next step, or `end_probation`."""
-        known = self._trusted | self._refused
+        """Watch the tensors of this save until their optimizer's next step, or `end_probation`.
+
+        Args:
+            sources: the tensors.
+            image: the places in the slot.
+            view: the slot's memory.
+            without: tensors that aren't watched.
+        """
+        known = self._trusted | self._refused | without
         # Scalars in optimizer state, such as counters, aren't worth the training time of the check.
         by_key = {
             key: source
@@ -311,6 +336,7 @@ class Guard:
 
     def meet_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the begin of an optimizer's step."""
+        self._has_met_step = True
         is_capturing = _is_capturing()
         for flight in list(self._in_flight):
             self._wait_for(*flight, is_capturing=is_capturing)
@@ -449,16 +475,25 @@ def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _holds(local: torch.Tensor, content: memoryview) -> bool:
-    """Return whether a tensor has exactly these bytes."""
-    held = (
-        _as_integers(local.resolve_conj().resolve_neg())
-        .contiguous()
-        .cpu()
-        .reshape(-1)
-        .view(torch.uint8)
-    )
-    kept = torch.frombuffer(content, dtype=torch.uint8)
-    wide = content.nbytes // 8 * 8  # 64-bit integers compare eight times as fast
+    """Return whether a tensor has exactly these bytes.
+
+    The tensor's device compares, or the host if the device has too little memory.
+    """
+    try:
+        return _are_equal(local, content)
+    except torch.OutOfMemoryError:
+        return _are_equal(local.cpu(), content)
+
+
+def _are_equal(local: torch.Tensor, content: memoryview) -> bool:
+    plain = _as_integers(local.resolve_conj().resolve_neg()).contiguous()
+    held = plain.reshape(-1).view(torch.uint8).split(_COMPARED_NBYTES)
+    kept = torch.frombuffer(content, dtype=torch.uint8).split(_COMPARED_NBYTES)
+    return all(_is_equal(one, other.to(one.device)) for one, other in zip(held, kept, strict=True))
+
+
+def _is_equal(held: torch.Tensor, kept: torch.Tensor) -> bool:
+    wide = held.nbytes // 8 * 8  # 64-bit integers compare eight times as fast
     if held.data_ptr() % 8 == 0 and kept.data_ptr() % 8 == 0 and wide:
         same = torch.equal(held[:wide].view(torch.int64), kept[:wide].view(torch.int64))
         return same and torch.equal(held[wide:], kept[wide:])

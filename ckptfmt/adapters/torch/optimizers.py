@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder, find_below
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, child_name, find_below
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.numbering import group_name
 from ckptfmt.adapters.placing import Placer, fill, refuses
@@ -23,8 +23,10 @@ from ckptfmt.adapters.torch.tensors import (
     allocate,
     dtype_name,
     is_distributed,
+    is_plain,
     is_registered,
     local_of,
+    source_of,
 )
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
@@ -325,12 +327,40 @@ def capture_optimizer(
         for member, parameter in members:
             state = optimizer.state.get(parameter)
             if state:
-                leaves.append(
-                    encoder.leaf(
-                        f"{prefix}state/{member}", state, tensors_under=f"{prefix}{member}"
-                    )
-                )
+                leaves.append(_capture_state(state, prefix, member, encoder))
     return leaves
+
+
+def _capture_state(state: Any, prefix: str, member: str, encoder: Encoder) -> Leaf:
+    """Return the leaf of a parameter's state."""
+    name = f"{prefix}state/{member}"
+    under = f"{prefix}{member}"
+    keys = tuple(state)
+    if type(state) is not dict or not all(
+        type(key) is str and is_plain(value) for key, value in state.items()
+    ):
+        return encoder.leaf(name, state, tensors_under=under)
+    # The usual state has nothing but tensors, and the same names at each save.
+    names, content = _describe_state(under, keys, place_of(encoder.field, name))
+    encoder.sources += [
+        source_of(tensor, field=encoder.field, name=child, scope=encoder.scope)
+        for child, tensor in zip(names, state.values(), strict=True)
+    ]
+    return Leaf(field=encoder.field, name=name, scope=encoder.scope, value=content)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _describe_state(under: str, keys: tuple[str, ...], where: str) -> tuple[tuple[str, ...], bytes]:
+    """Return the names of a state's tensors, and the bytes of the leaf that refers to them.
+
+    Args:
+        under: the prefix of the tensors' names.
+        keys: the keys of the state.
+        where: the leaf's place, for messages.
+    """
+    names = tuple(child_name(under, key) for key in keys)
+    tree = {key: TensorRef(child, "torch") for key, child in zip(keys, names, strict=True)}
+    return names, dump_tree(tree, where=where)
 
 
 def plan_optimizer(

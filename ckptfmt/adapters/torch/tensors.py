@@ -114,6 +114,15 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
         check_tensor(local_of(tensor), where=where)
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor passes `check_tensor`."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype in DTYPE_NAMES
+        and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())  # noqa: SLF001
+    )
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor in this worker's memory, detached."""
     if not is_distributed(tensor):
@@ -283,7 +292,10 @@ class TorchSource:
 
     def held_at(self, box: Box) -> torch.Tensor:
         """Return the elements of a box as a view of the live memory."""
-        piece = next(piece for piece in self.pieces if piece.box == box)
+        pieces = self.pieces
+        piece = (
+            pieces[0] if len(pieces) == 1 else next(piece for piece in pieces if piece.box == box)
+        )
         if piece.local_box.shape == tuple(self.local.shape):
             return self.local
         return self.local[piece.local_box.relative_to(Box.whole(tuple(self.local.shape)))]
@@ -297,7 +309,7 @@ class TorchSink:
 
     Attributes:
         arrive: copies to the tensor's device; None for torch's own copy. See
-            `ckptfmt.adapters.torch.device_copies`.
+            `ckptfmt.adapters.torch.arrivals`.
     """
 
     field: str
@@ -313,12 +325,14 @@ class TorchSink:
         init=False, default=None
     )
     _address: int | None = dataclasses.field(init=False, default=None)
+    _is_flat: bool = dataclasses.field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.boxes = tuple(piece.box for piece in self.pieces)
         local = self.local
         plain = local.dtype == TORCH_DTYPES[self.dtype] and not (local.is_conj() or local.is_neg())
-        if plain and local.is_cpu and local.is_contiguous():
+        self._is_flat = plain and local.is_contiguous()
+        if self._is_flat and local.is_cpu:
             self._address = local.data_ptr()
 
     def copy_from(self, box: Box, content: memoryview) -> None:
@@ -330,9 +344,7 @@ class TorchSink:
         if memory is not None:
             np.copyto(memory, np.frombuffer(content, np.uint8))
             return
-        incoming = torch.frombuffer(
-            bytearray(content) if content.readonly else content, dtype=torch.uint8
-        )
+        incoming = _tensor_of(content)
         slices = target.relative_to(Box.whole(tuple(self.local.shape)))
         _copy(
             self.local[slices],
@@ -367,6 +379,23 @@ class TorchSink:
         """
         return self._memory_at(self._find(box))
 
+    def fill_of(self, box: Box) -> Callable[[int, memoryview], None] | None:
+        """Return a function that copies bytes of the elements of `box` to the tensor's device.
+
+        The function's arguments are the first byte, and the bytes from there on.
+
+        Returns: None if the elements aren't contiguous, need a conversion, or if `arrive` is None.
+        """
+        if self.arrive is None or not self._is_flat:
+            return None
+        first = find_stretch(Box.whole(tuple(self.local.shape)), self._find(box))
+        if first is None:
+            return None
+        # Not `reshape`, which keeps the arbitrary stride of a single element.
+        flat = self.local.as_strided((self.local.numel(),), (1,))
+        elements = flat[first : first + box.element_count].view(torch.uint8)
+        return functools.partial(_fill, elements, self.arrive)
+
     def _memory_at(self, target: Box) -> NDArray[np.uint8] | None:
         """Return the result of `memory_of` for a box of the local tensor."""
         if self._address is None:
@@ -382,6 +411,8 @@ class TorchSink:
 
     def _find(self, box: Box) -> Box:
         """Return the box of the local tensor that holds the elements of `box`."""
+        if len(self.pieces) == 1 and self.pieces[0].box == box:  # the usual case
+            return self.pieces[0].local_box
         piece = next(piece for piece in self.pieces if piece.box.contains(box))
         offsets = (
             at - begin + base
@@ -405,19 +436,22 @@ def source_of(
 
     Raises: StateError(STATE_UNSUPPORTED), also for a tensor on the meta device.
     """
-    where = place_of(field, name)
-    check_tensor(tensor, where=where)
     global_shape = tuple(tensor.shape)
-    if is_plain(tensor):
+    if type(tensor) in _PLAIN_KINDS:
+        if not _is_dense(tensor):
+            check_tensor(tensor, where=place_of(field, name))
         local = tensor.detach()
         pieces, boxes = _whole(global_shape)
         replica = False
     else:
+        where = place_of(field, name)
+        check_tensor(tensor, where=where)
         local = local_of(tensor)
         pieces = pieces_of(tensor, where=where)
         boxes = tuple(piece.box for piece in pieces)
         replica = layout.is_replica(tuple(tensor.device_mesh.shape), _placements(tensor, where))  # type: ignore[attr-defined]
     if local.is_meta:
+        where = place_of(field, name)
         raise _unsupported(
             "a tensor on the meta device has no contents", where, "Materialise it before the save."
         )
@@ -549,6 +583,21 @@ def _copy(
         return
     with torch.no_grad():
         target.copy_(incoming)
+
+
+def _fill(
+    elements: torch.Tensor,
+    arrive: Callable[[torch.Tensor, torch.Tensor], None],
+    at: int,
+    content: memoryview,
+) -> None:
+    """Copy bytes to a device, from a byte of `elements` on."""
+    arrive(elements[at : at + content.nbytes], _tensor_of(content))
+
+
+def _tensor_of(content: memoryview) -> torch.Tensor:
+    """Return bytes as a tensor. The tensor shares the memory of writable bytes."""
+    return torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
