@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 from ckptfmt.layout.read_plan import Request
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader
+from ckptfmt.write.processors import processor_count
 
 #: Called with a request and its bytes, which are valid until the call returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
@@ -259,24 +259,7 @@ def _plan_buffers(store: Ranges, requests: Sequence[Request], *, is_lent: bool) 
 
 def thread_count() -> int:
     """Return the number of threads that check and place: this trainer's share of the processors."""
-    return min(THREAD_COUNT, _processor_count())
-
-
-def _processor_count() -> int:
-    """Return the number of processors for this process.
-
-    The trainers of a node share the processors of their launcher, unless the launcher has given
-    each trainer fewer processors.
-    """
-    own_count = len(os.sched_getaffinity(0))
-    try:
-        trainer_count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        launcher_count = len(os.sched_getaffinity(os.getppid()))
-    except (ValueError, OSError):
-        return own_count
-    if trainer_count <= 1:
-        return own_count
-    return max(1, min(own_count, launcher_count // trainer_count))
+    return min(THREAD_COUNT, processor_count())
 
 
 class _RequestQueue:

@@ -24,6 +24,7 @@ from ckptfmt.saving.request import OF_MANIFEST
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image
+from ckptfmt.write.processors import processor_count
 from ckptfmt.write.slot import Slot, available_nbytes, is_shortage, plan_slots
 from ckptfmt.write.snapshot import Memory
 from ckptfmt.write.staging import Copy, Seen, Staging
@@ -41,7 +42,7 @@ _PASSING: Final = frozenset(
 
 def staging_thread_count() -> int:
     """Return the number of threads for copies of a snapshot: half of the cores, at most four."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(4, processor_count() // 2))
 
 
 @dataclasses.dataclass(slots=True, eq=False)

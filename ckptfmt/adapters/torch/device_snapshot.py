@@ -14,6 +14,7 @@ because a growing training would run out of memory.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -42,6 +43,8 @@ _ALIGN_NBYTES: Final = 256
 #: bytes.
 _SPARE_DIVISOR: Final = 16
 _SPARE_NBYTES: Final = 1 << 30
+
+_LOG: Final = logging.getLogger("ckptfmt")
 
 #: Key, tensor, and the first byte and the end of the tensor's elements in the image.
 Row = tuple[TensorKey, torch.Tensor, int, int]
@@ -102,10 +105,11 @@ def take_snapshot(
         with torch.no_grad():  # autograd would track each view, at ten times the cost
             for target, sources in _list_copies(buffers):
                 cuda.copy_on_device(target, sources)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
         # Torch's allocator has emptied the training's pools, too: no second try.
         for side in found.values():
             side.is_full = True
+        _LOG.info("no more snapshots within the devices, for lack of memory: %s", error)
         return None
     for device, nbytes in needed.items():
         found[device].kept_nbytes = max(found[device].kept_nbytes, nbytes)
