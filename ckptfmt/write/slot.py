@@ -244,6 +244,7 @@ class Slot:
             ends: Iterable[int] = map(touch_piece, begins)
             if min(thread_count, len(begins)) > 1:
                 threads = stack.enter_context(ThreadPoolExecutor(thread_count, "ckptfmt-touch"))
+                stack.callback(threads.shutdown, wait=False, cancel_futures=True)
                 with contextlib.suppress(RuntimeError):  # no thread can start
                     ends = threads.map(touch_piece, begins)
             for byte_end in ends:

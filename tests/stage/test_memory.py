@@ -346,7 +346,7 @@ def test_numbers_out_of_range_are_refused(arguments):
 def test_the_documented_memory_of_a_node_is_what_is_planned():
     """Of 8 processes with 60 GB each, where 90 % of a node's memory is available."""
     text = (ROOT / "docs/operating.md").read_text()
-    section = text.partition("### Memory of a node\n")[2].partition("\n\nOn two cores")[0]
+    section = text.partition("### Memory of a node\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([\d,]+) GiB \| (\d)(.*?) \|", section, re.MULTILINE)
     assert len(rows) == 6
     for gib, first, more in rows:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -385,12 +386,54 @@ def test_touching_keeps_what_is_there(calls):
         assert bytes(made.view) == content
 
 
-def test_touching_tells_how_far_it_is():
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_touching_tells_how_far_it_is(thread_count):
     done: list[int] = []
     with contextlib.closing(Slot.make(2 * PIECE + PAGE)) as made:
-        made.touch(on_progress=done.append)
+        made.touch(on_progress=done.append, thread_count=thread_count)
 
     assert done == [PIECE, 2 * PIECE, 2 * PIECE + PAGE]
+
+
+class CountingCalls(MemoryCalls):
+    """Calls that note the pieces that are touched, and take their time."""
+
+    def __init__(self):
+        self.touched: set[int] = set()
+
+    def populate(self, address, nbytes, *, writable):
+        time.sleep(0.01)
+        super().populate(address, nbytes, writable=writable)
+        self.touched.add(address)
+
+
+@pytest.mark.parametrize("thread_count", [1, 4])
+def test_several_threads_touch_all_pieces_and_end_early_with_the_caller(monkeypatch, thread_count):
+    monkeypatch.setattr("ckptfmt.write.slot._PIECE_NBYTES", 2 * PAGE)
+
+    def stop(nbytes):
+        if nbytes == 6 * PAGE:
+            raise KeyboardInterrupt
+
+    for on_progress in (None, stop):
+        calls = CountingCalls()
+        with contextlib.closing(Slot.make(100 * PAGE, calls=calls)) as made:
+            if on_progress is None:
+                made.touch(thread_count=thread_count)
+                assert len(calls.touched) == 50
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    made.touch(on_progress, thread_count=thread_count)
+                assert len(calls.touched) < 20
+
+
+@pytest.mark.parametrize("thread_count", [1, 4])
+def test_a_piece_without_memory_is_a_named_error_from_any_thread(monkeypatch, thread_count):
+    monkeypatch.setattr("ckptfmt.write.slot._PIECE_NBYTES", PAGE)
+    with contextlib.closing(
+        Slot.make(9 * PAGE, calls=FailingCalls("populate", errno.ENOMEM))
+    ) as made:
+        assert code_of(lambda: made.touch(thread_count=thread_count)) == "SLOT_MEMORY"
 
 
 def test_a_slot_that_is_closed_while_it_is_touched_is_refused(calls):
