@@ -263,6 +263,9 @@ class Background:
 
         The thread's failure costs nothing but the slot.
 
+        The saver attaches the slot before the first save in the slot, and isn't waited for: a saver
+        that hangs delays no training.
+
         Args:
             report: called in the thread with a sentence if there is no room for the slot.
         """
@@ -312,7 +315,7 @@ class Background:
         try:
             if count:
                 self._make_slot(nbytes)
-                self._ready_link()
+                self._hand_out(self._places[-1])
                 return
         except Exception as error:  # noqa: BLE001
             reason = _reason_of(error)
@@ -324,6 +327,16 @@ class Background:
         self._room_count = known
         if not self._is_cancelled:
             report(self._tell_room(reason))
+
+    def _hand_out(self, place: SaveSlot) -> None:
+        """Hand a further slot to the saver, if there is a saver. The next saver gets all slots."""
+        with self._lock:
+            link = self._link
+            number = self._link_number
+        if link is not None:
+            link.add_slot(place.number, place.slot)
+            place.given_to = link
+            place.ready_for = number
 
     def _make_slot(self, nbytes: int) -> None:
         slot = Slot.make(nbytes)
@@ -377,6 +390,7 @@ class Background:
         Raises: CommitError(SAVER_LOST); the saver's error.
         """
         self.look()
+        self._drop_refused()
         link = self._link or self._start_link()
         for place in self._places:
             if place.given_to is not link:
@@ -410,6 +424,16 @@ class Background:
                 if place.refusal is not None:
                     raise place.refusal
         return link
+
+    def _drop_refused(self) -> None:
+        """Close a further slot that the saver has no memory for, once no save is in the slot."""
+        with self._lock:
+            last = self._places[-1] if len(self._places) > 1 else None
+            if last is None or last.refusal is None or last.handle is not None:
+                return
+            self._places = self._places[:-1]
+            self._room_count = len(self._places)
+        last.close()
 
     def _start_link(self) -> Link:
         number = self._number_link()
@@ -459,7 +483,9 @@ class Background:
         """Return whether every slot holds an unwritten save."""
         self._settle()
         with self._lock:
-            return bool(self._places) and not any(place.handle is None for place in self._places)
+            return bool(self._places) and not any(
+                place.handle is None and place.refusal is None for place in self._places
+            )
 
     def fits(self, image: Image) -> bool:
         """Return whether the slots are made, and hold the image of the last `prepare`."""
@@ -540,7 +566,9 @@ class Background:
         with self._lock:
             if self._link is not link or self._wants_slots:
                 raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
-            free = [place for place in self._places if place.handle is None]
+            free = [
+                place for place in self._places if place.handle is None and place.refusal is None
+            ]
             if not free:
                 raise self.busy_error(0.0)
             # The slot with the oldest snapshot, so that the newest snapshot stays in memory.

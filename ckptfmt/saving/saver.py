@@ -82,6 +82,8 @@ class Saver:
         self._send = send
         self._rest = rest
         self._views: dict[int, memoryview] = {}
+        #: The errors of slots that this process has no memory for.
+        self._refused: dict[int, CkptError] = {}
         self._image: Image | None = None
         self._pending: dict[int, FillProgress] = {}
         #: The trainer's answers about the replicas of saves: a problem, or an empty string.
@@ -104,7 +106,12 @@ class Saver:
     def add_slot(self, number: int, slot: Slot) -> None:
         """Register a slot under a number, in place of the previous slot of that number."""
         self._views[number] = slot.view
+        self._refused.pop(number, None)
         self._coders.add_slot(number, slot)
+
+    def refuse_slot(self, number: int, error: CkptError) -> None:
+        """Let the saves in a slot fail with an error, until there is a slot of this number."""
+        self._refused[number] = error
 
     def handle(self, message: dict[str, Any]) -> None:
         """Execute a message: image, save, staged, complete, replicated or abandon."""
@@ -172,6 +179,9 @@ class Saver:
             save, context, delta = parse_request(request, self._store)
         except Exception as error:  # noqa: BLE001
             self._report(number, "FAILED", as_ckpt_error(error).as_json())  # so for all writers
+            return
+        if slot in self._refused:
+            self._fail(number, SaveJob(save, self._known), self._refused[slot])
             return
         progress = FillProgress()
         snapped = Snapped(
@@ -565,6 +575,7 @@ def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None
                 slots[number] = slot = Slot.attach(slot_fd)
                 slot.touch()
             except CkptError as error:  # saves in other slots go on
+                saver.refuse_slot(number, error)
                 send({"type": "refused", "slot": number, "error": error.as_json()})
                 continue
             saver.add_slot(number, slot)

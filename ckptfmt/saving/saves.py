@@ -60,7 +60,8 @@ _LOG: Final = logging.getLogger("ckptfmt")
 _SAVERS: Final = ("process", "thread", "inline")
 #: Policies for a save while every slot is busy.
 _POLICIES: Final = ("wait", "skip")
-#: Codes of failures of the storage: the store is full, unreachable, or reports an error.
+#: Codes of failures of the storage: the store is full, unreachable, or reports an error; or the
+#: saver lacks memory for a slot.
 _STORAGE: Final = frozenset(
     {
         Code.STORE_IO,
@@ -69,6 +70,7 @@ _STORAGE: Final = frozenset(
         Code.NO_SPACE,
         Code.COMMIT_UNKNOWN,
         Code.SLOTS_BUSY,
+        Code.SLOT_MEMORY,
     }
 )
 #: Codes of the other processes' saves after such a failure.

@@ -20,7 +20,7 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.errors import CkptError, Code
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.saving.background import Background
 from ckptfmt.saving.handle import SaveHandle
@@ -694,6 +694,29 @@ def test_a_further_slot_that_cannot_be_made_fails_no_save(monkeypatch: pytest.Mo
     assert [report[:27] for report in reports] == ["SLOTS_REDUCED: 1 of 2 slots"]
     assert "ZeroDivisionError" in reports[0]
     assert all(is_whole(store, step) for step in (1, 2))
+
+
+def test_a_further_slot_that_the_saver_refuses_fails_its_save_and_is_given_up() -> None:
+    store = MemoryStore()
+    gated = GateStore(store)
+    with Run(gated, failed_saves=3) as run:
+        run.save(1)
+        background = run.checkpointer._saves._background
+        assert background is not None
+        saver, add_slot = background._link._saver, background._link.add_slot  # type: ignore[union-attr]
+        error = err(Code.SLOT_MEMORY, "no memory for it")
+
+        vars(background._link)["add_slot"] = lambda number, _: saver.refuse_slot(number, error)
+        refused = run.save(2)
+        vars(background._link)["add_slot"] = add_slot
+        gated.gate.set()
+        assert code_of(lambda: refused.wait(timeout_s=WAIT_S)) == Code.SLOT_MEMORY
+        message = {"type": "refused", "slot": 1, "error": error.as_json()}
+        background._on_message(background._link_number, message)
+        run.save(3).wait(timeout_s=WAIT_S)
+        assert len(background._places) == 1
+    assert committed(store) == [(1, 1), (3, 1)]
+    assert is_whole(store, 3)
 
 
 def test_closing_ends_a_preparation_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,16 +436,17 @@ def source_of(
 
     Raises: StateError(STATE_UNSUPPORTED), also for a tensor on the meta device.
     """
-    global_shape = tuple(tensor.shape)
     if type(tensor) in _PLAIN_KINDS:
         if not _is_dense(tensor):
             check_tensor(tensor, where=place_of(field, name))
+        global_shape = tuple(tensor.shape)
         local = tensor.detach()
         pieces, boxes = _whole(global_shape)
         replica = False
     else:
         where = place_of(field, name)
         check_tensor(tensor, where=where)
+        global_shape = tuple(tensor.shape)
         local = local_of(tensor)
         pieces = pieces_of(tensor, where=where)
         boxes = tuple(piece.box for piece in pieces)
