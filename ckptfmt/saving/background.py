@@ -311,20 +311,15 @@ class Background:
 
     def _add_slot(self, nbytes: int, report: Callable[[str], None]) -> None:
         count, reason = self._find_room(nbytes, 1)
-        known = len(self._places)
         try:
             if count:
                 self._make_slot(nbytes)
-                self._hand_out(self._places[-1])
-                return
         except Exception as error:  # noqa: BLE001
-            reason = _reason_of(error)
-        with self._lock:
-            places = self._places[known:]
-            self._places = self._places[:known]
-        for place in places:
-            place.close()
-        self._room_count = known
+            count, reason = 0, _reason_of(error)
+        if count:
+            self._hand_out(self._places[-1])
+            return
+        self._room_count = len(self._places)
         if not self._is_cancelled:
             report(self._tell_room(reason))
 

@@ -43,7 +43,7 @@ def rows_of(tensors, *, begin=0, gap=0):
 def take(rows, cuda, *, sides=None, slot=None):
     slot = bytearray(b"\xaa" * (rows[-1][3] + 64)) if slot is None else slot
     sides = SideStreams(cuda=cuda) if sides is None else sides
-    return slot, take_snapshot(rows, memoryview(slot), sides=sides, cuda=cuda)
+    return slot, take_snapshot(rows, memoryview(slot), sides=sides)
 
 
 def content_of(rows):
@@ -249,7 +249,7 @@ class Scene:
         """Start a save, whose copies the other thread finishes; the optimizer's hook comes later."""
         slot = self.slots[number]
         if self.apart:
-            copies = take_snapshot(self.rows, memoryview(slot), sides=self.sides, cuda=self.cuda)
+            copies = take_snapshot(self.rows, memoryview(slot), sides=self.sides)
             assert copies is not None
         else:
             copies = plan_device_copies(

@@ -22,7 +22,6 @@ import torch
 
 from ckptfmt.adapters.torch import device_copies
 from ckptfmt.adapters.torch.device_copies import (
-    Cuda,
     DeviceCopy,
     Moment,
     Side,
@@ -75,7 +74,6 @@ def take_snapshot(
     slot_view: memoryview,
     *,
     sides: SideStreams,
-    cuda: Cuda,
     filling: Filling | None = None,
 ) -> tuple[DeviceCopy, ...] | None:
     """Copy tensors on their devices, and return the copies from there into a slot.
@@ -87,7 +85,6 @@ def take_snapshot(
         rows: the pieces with at least one byte, in image order.
         slot_view: the image, writable.
         sides: the streams of the devices.
-        cuda: the CUDA calls to use.
         filling: the known content of the slot; None sends all bytes.
 
     Returns: None if a device has too little spare memory; then nothing was copied.
@@ -101,10 +98,10 @@ def take_snapshot(
     if not all(_has_room(found[device], nbytes) for device, nbytes in needed.items()):
         return None
     try:
-        buffers = [_make_buffer(run, side, cuda) for side, run in runs]
+        buffers = [_make_buffer(run, side) for side, run in runs]
         with torch.no_grad():  # autograd would track each view, at ten times the cost
-            for target, sources in _list_copies(buffers):
-                cuda.copy_on_device(target, sources)
+            for side, target, sources in _list_copies(buffers):
+                side.cuda.copy_on_device(target, sources)
     except torch.OutOfMemoryError as error:
         # Torch's allocator has emptied the training's pools, too: no second try.
         for side in found.values():
@@ -113,7 +110,7 @@ def take_snapshot(
         return None
     for device, nbytes in needed.items():
         found[device].kept_nbytes = max(found[device].kept_nbytes, nbytes)
-    moments = {device: Moment(cuda=cuda, device=device) for device in needed}
+    moments = {device: Moment(cuda=side.cuda, device=device) for device, side in found.items()}
     for moment in moments.values():
         moment.mark()
     transfers = (transfer for buffer in buffers for transfer in _iter_transfers(buffer, filling))
@@ -153,13 +150,15 @@ def _extent_of(rows: list[Row]) -> tuple[int, int]:
     return begin, -(-rows[-1][3] // _ALIGN_NBYTES) * _ALIGN_NBYTES
 
 
-def _make_buffer(rows: list[Row], side: Side, cuda: Cuda) -> _Buffer:
+def _make_buffer(rows: list[Row], side: Side) -> _Buffer:
     begin, end = _extent_of(rows)
-    memory = cuda.empty_for_both(end - begin, side.pool, side.stream, side.device)
+    memory = side.cuda.empty_for_both(end - begin, side.pool, side.stream, side.device)
     return _Buffer(side=side, begin=begin, memory=memory, rows=rows)
 
 
-def _list_copies(buffers: Sequence[_Buffer]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+def _list_copies(
+    buffers: Sequence[_Buffer],
+) -> Iterator[tuple[Side, torch.Tensor, list[torch.Tensor]]]:
     """Yield neighbouring pieces of one dtype, flat, with the bytes of a buffer for all of them."""
     for buffer in buffers:
         begin = buffer.rows[0][2]
@@ -167,11 +166,12 @@ def _list_copies(buffers: Sequence[_Buffer]) -> Iterator[tuple[torch.Tensor, lis
         for _, tensor, first, _ in buffer.rows:
             source = _flatten(tensor)
             if sources and source.dtype != sources[0].dtype:
-                yield buffer.at(begin, first).view(sources[0].dtype), sources
+                yield buffer.side, buffer.at(begin, first).view(sources[0].dtype), sources
                 begin = first
                 sources = []
             sources.append(source)
-        yield buffer.at(begin, buffer.rows[-1][3]).view(sources[0].dtype), sources
+        target = buffer.at(begin, buffer.rows[-1][3])
+        yield buffer.side, target.view(sources[0].dtype), sources
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Devices:
         self, rows: Sequence[Row], view: memoryview, filling: Filling | None = None
     ) -> tuple[DeviceCopy, ...] | None:
         """Copy tensors found by `find` within the devices, as `take_snapshot` does."""
-        return take_snapshot(rows, view, sides=self._sides, cuda=self._cuda, filling=filling)
+        return take_snapshot(rows, view, sides=self._sides, filling=filling)
 
     def holds_any(self, sources: Iterable[TensorSource]) -> bool:
         """Return whether any source is on a device."""

@@ -240,7 +240,8 @@ class Guard:
         self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._on_probation: dict[int, list[_Watched]] = {}
         self._in_flight: list[tuple[Awaited, list[_CheckedCopy]]] = []
-        self._has_met_step = False
+        #: Whether an optimizer of this process has begun a step since the guard was made.
+        self.has_met_step = False
         hooks = _register(weakref.ref(self))
         #: Removes the hooks, when called or when the guard is garbage-collected.
         self.close = weakref.finalize(self, _remove_all, hooks)
@@ -285,11 +286,6 @@ class Guard:
         # In addition to the previous save's copies, if no step came in between.
         self._in_flight += [(handle, checked)] if checked else []
         return checked
-
-    @property
-    def has_met_step(self) -> bool:
-        """Whether an optimizer of this process has begun a step since the guard was made."""
-        return self._has_met_step
 
     def begin_probation(
         self,
@@ -336,7 +332,7 @@ class Guard:
 
     def meet_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the begin of an optimizer's step."""
-        self._has_met_step = True
+        self.has_met_step = True
         is_capturing = _is_capturing()
         for flight in list(self._in_flight):
             self._wait_for(*flight, is_capturing=is_capturing)
