@@ -122,6 +122,27 @@ test-python-%:
 # The frameworks themselves, pinned, in an environment of their own: 2.5 GB beside torch.
 PLUGINS := .venv-plugins
 
+# The reference library of signatures, with Sigstore; CKPTFMT_OMS_CORPUS=DIR adds the library's own bundles, which are
+# in the folder scripts/tests of its repository, sigstore/model-transparency.
+SIGNING := .venv-signing
+
+.PHONY: venv-signing
+venv-signing: $(SIGNING)/.stamp  ## make .venv-signing, with the reference library of signatures
+
+$(SIGNING)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.toml constraints-signing.txt
+	@echo "setting up $(SIGNING)"
+	@test -x $(SIGNING)/bin/python || $(PYTHON) -m venv $(SIGNING)
+	@$(SIGNING)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-signing.txt \
+		hatchling editables
+	@$(SIGNING)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-signing.txt \
+		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[cloud,sigstore]' \
+		model-signing pyOpenSSL hypothesis pytest pytest-timeout pytest-xdist 'moto[s3]' flask flask-cors
+	@touch $@
+
+.PHONY: test-signing
+test-signing: venv-signing  ## signatures with the reference library, and by identities of Sigstore
+	@$(SIGNING)/bin/python -m pytest -p no:cacheprovider tests/signing/test_reference.py
+
 .PHONY: venv-plugins
 venv-plugins: $(PLUGINS)/.stamp  ## make .venv-plugins, with the frameworks that the plug-ins are tested with
 
@@ -133,12 +154,34 @@ $(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.tom
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
 		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torch-checkpointing,torchdata,transformers]' \
 		flax optax hypothesis pytest pytest-timeout pytest-xdist \
-		datasets webdataset peft trl timm stable-baselines3 diffusers tensorboard mlflow-skinny wandb
+		datasets webdataset peft trl timm stable-baselines3 diffusers tensorboard mlflow-skinny wandb \
+		'torchft; sys_platform == "linux" and platform_machine == "x86_64"'
 	@touch $@
 
 .PHONY: test-plugins
 test-plugins: venv-plugins  ## the plug-ins with the real frameworks, in minutes
 	@$(PLUGINS)/bin/python -m pytest -n $(JOBS) $(DIST) -p no:cacheprovider tests/plugins
+
+# The reader in JavaScript. Its tests compare it with the Python package, so that they need the environment, too.
+.PHONY: js-tools
+js-tools: js/node_modules/.stamp  ## install the JavaScript package's tools for development, from npm's registry
+
+js/node_modules/.stamp: js/package.json js/package-lock.json
+	@cd js && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+.PHONY: js
+js: venv js-tools  ## the JavaScript package: types, tests and the conformance suite
+	@cd js && npm run --silent types && npm test --silent
+	@$(BIN)/python -m ckptfmt conformance run --adapter 'node js/conformance/adapter.mjs'
+
+# The page of `ckptfmt view`, for a checkout and for the wheel of the tools.
+.PHONY: view
+view: venv js-tools  ## the page of `ckptfmt view`: its build and its tests, in Chromium where there is one
+	@cd js && npm run --silent view
+	@mkdir -p tools/ckptfmt_tools/_view && cp js/view/dist/* tools/ckptfmt_tools/_view/
+	@cd js && npm run --silent test-view
+	@test -x /usr/bin/chromium || echo "NOT TESTED: the page in a browser, since there is no /usr/bin/chromium" >&2
 
 # One tree of README, docs/, spec/ and what they link to, so that a link or an anchor that leads nowhere is a warning.
 DOCS_OUT ?= out/docs
@@ -192,6 +235,10 @@ types: venv  ## mypy, strict
 imports: venv  ## the layers: imports go down only
 	@$(BIN)/lint-imports --no-logo
 
+.PHONY: release
+release: lint types imports docs js-tools  ## check, build all distributions twice, compare the bytes, and leave them in dist; uploads nothing
+	@$(BIN)/python -m tests.house.release --out dist
+
 .PHONY: check
 check: lint types imports test  ## lint, types, imports and test, as continuous integration runs them
 
@@ -206,5 +253,5 @@ format: venv  ## put the code into the house's format
 
 .PHONY: clean
 clean:  ## remove .venv, the caches of the tools and what builds leave
-	@rm -rf $(VENV) $(PLUGINS) .venv-pythons .venv-torch build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(PLUGINS) $(SIGNING) .venv-pythons .venv-torch js/node_modules js/types js/view/dist tools/ckptfmt_tools/_view build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"\[([^\]]+)\]\(([^):#]+)\)")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^):#]+)(?:#[^)]*)?\)")
 
 
 class ReadmeHook(MetadataHookInterface):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters import measure_adapters
+from benchmarks.death import measure_death
 from benchmarks.delta import measure_delta
 from benchmarks.frameworks import measure_frameworks
 from benchmarks.goodput import MINUTES, measure_goodput
@@ -22,6 +24,7 @@ from benchmarks.rewind import measure_rewind
 from benchmarks.rollouts import ROWS, measure_rollouts
 from benchmarks.rounds import Progress, Workplace, workplace
 from benchmarks.save import measure_save
+from benchmarks.scale import STATES, WRITERS, measure_scale
 from benchmarks.scenes import Sizes
 from benchmarks.stall import measure_stall
 from benchmarks.tensors import MOST, measure_tensors
@@ -46,6 +49,13 @@ def measure_healer(*arguments: Any, **options: Any) -> Outcome:
     return measure(*arguments, **options)
 
 
+def measure_signing(*arguments: Any, **options: Any) -> Outcome:
+    """Call `benchmarks.signing.measure_signing`, whose import needs the packages of the tests."""
+    from benchmarks.signing import measure_signing as measure  # noqa: PLC0415
+
+    return measure(*arguments, **options)
+
+
 MEASURE = {
     "save": measure_save,
     "stall": measure_stall,
@@ -56,6 +66,8 @@ MEASURE = {
     "s3": measure_s3,
     "adapters": measure_adapters,
     "rewind": measure_rewind,
+    "death": measure_death,
+    "signing": measure_signing,
 }
 #: The size for `frameworks`, where a single thread trains a state of this size in seconds, and for
 #: `s3`, where a server shares the processors.
@@ -68,6 +80,7 @@ LIVE = "goodput"
 WITNESS = "witness"
 ROLLOUTS = "rollouts"
 HEALER = "healer"
+SCALE = "scale"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,7 +90,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "command",
-        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS, ROLLOUTS, HEALER],
+        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS, ROLLOUTS, HEALER, SCALE],
         help="what to measure",
     )
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
@@ -87,6 +100,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)"
+    )
+    parser.add_argument(
+        "--writers",
+        type=_count,
+        default=WRITERS,
+        help="scale: how many, a multiple of 16 (%(default)s)",
+    )
+    parser.add_argument(
+        "--states", nargs="+", choices=STATES, default=[*STATES], help="scale: which (all)"
     )
     parser.add_argument(
         "--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)"
@@ -131,9 +153,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=_count,
-        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta"
-        " 3; tensors and goodput"
-        " 1)",
+        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta,"
+        " scale 3; tensors and goodput 1)",
     )
     parser.add_argument(
         "--directory",
@@ -187,6 +208,7 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         MANY: (measure_tensors, options.most),
         WITNESS: (measure_witness, options.parameters),
         ROLLOUTS: (measure_rollouts, options.rows),
+        SCALE: (functools.partial(measure_scale, names=options.states), options.writers),
     }
     if options.command in sized:
         measure, size = sized[options.command]
@@ -212,6 +234,7 @@ def _repeat(options: argparse.Namespace) -> str:
         LIVE: f"--minutes {options.minutes}",
         WITNESS: f"--parameters {options.parameters}",
         ROLLOUTS: f"--rows {options.rows}",
+        SCALE: f"--writers {options.writers} --states {' '.join(options.states)}",
         HEALER: f"--cases {options.cases} --seed {options.seed}",
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }

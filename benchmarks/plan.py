@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+from benchmarks.counting import CountingStore
 from benchmarks.dcp_boxes import write_item
 from benchmarks.figures import Figure, summarize
 from benchmarks.fleet import Wanted, fill_memory, iter_bad, make_origin, write_fleet
@@ -32,51 +33,14 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, index_name
 from ckptfmt.errors import LayoutError
 from ckptfmt.layout.merge import check_index_tiling
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.store import LocalStore, open_store
-
-
-class CountingStore(LocalStore):
-    """A read-only directory.
-
-    Attributes:
-        metadata_nbytes: the bytes read so far of manifest, index and parts.
-    """
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, writable=False)
-        self.metadata_nbytes = 0
-        self._parts: set[str] = set()
-
-    @property
-    def part_count(self) -> int:
-        """Number of parts with any read."""
-        return len(self._parts)
-
-    def read(self, path: str, *, limit_nbytes: int) -> bytes:
-        """Return a whole file, and count the bytes."""
-        content = super().read(path, limit_nbytes=limit_nbytes)
-        self._count(path, len(content))
-        return content
-
-    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
-        """Return a range of a file, and count the bytes."""
-        self._count(path, nbytes)
-        return super().read_range(path, byte_begin, nbytes)
-
-    def _count(self, path: str, nbytes: int) -> None:
-        is_part = path.startswith("parts/")
-        if is_part:
-            self._parts.add(path)
-        if is_part or path == MANIFEST_NAME or path.startswith("index-"):
-            self.metadata_nbytes += nbytes
-
+from ckptfmt.store import open_store
 
 _ROUNDS: Final = 5
 _FEWER: Final = 8  # the divisor of ranks, for the exponent
 _DCP_RANKS: Final = 256  # so many that plan and validation take a few seconds
 #: The requests of a rank with goals.
 _COUNTED: Final = ("same", "half")
-_MEMORY_NBYTES_PER_BOX: Final = 4000
+_MEMORY_NBYTES_PER_BOX: Final = 800
 
 _GOALS: Final = {
     "commit_s": "<= 2",
@@ -150,6 +114,7 @@ def _measure_scale(
     """Write the parts of a number of ranks, and measure the operations on them."""
     mixture = make_mixture(ranks, tensors)
     boxes = sum(len(tensor.boxes) for tensor in mixture)
+    _forget_rubbish()  # with ten million boxes, each full collection takes seconds
     directory = place.fresh(f"ranks-{ranks}")
     digests = write_fleet(
         directory, mixture, ranks, lambda rank: progress.say(f"plan: part {rank + 1} of {ranks}")

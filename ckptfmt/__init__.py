@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckptfmt.adapters.pieces import sink_of, source_of
     from ckptfmt.adapters.rng_streams import capture_rng
-    from ckptfmt.api import load, optimizer_state_dict, save, validate
+    from ckptfmt.api import load, optimizer_state_dict, save, sign, validate
     from ckptfmt.api import open_checkpoint as open
     from ckptfmt.box import Box
     from ckptfmt.checkpointer import Checkpointer
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ckptfmt.saving.path_saver import PathSaver
     from ckptfmt.saving.save_attempt import SaveAttempt
     from ckptfmt.saving.saves import Saving
+    from ckptfmt.signing.signer import Signer
+    from ckptfmt.signing.trust import Trust
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
@@ -76,17 +78,20 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "Saving",
+    "Signer",
     "State",
     "Stop",
     "TensorSink",
     "TensorSource",
     "Ticket",
     "Triggers",
+    "Trust",
     "capture_rng",
     "load",
     "open",
     "optimizer_state_dict",
     "save",
+    "sign",
     "sink_of",
     "source_of",
     "validate",
@@ -122,12 +127,14 @@ _HOMES = {
     "SaveHandle": "saving.handle",
     "SaveReport": "saving.handle",
     "Saving": "saving.saves",
+    "Signer": "signing.signer",
     "State": "state",
     "Stop": "option_groups",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
     "Ticket": "data.tickets",
     "Triggers": "loop.triggers",
+    "Trust": "signing.trust",
     "capture_rng": "adapters.rng_streams",
     "sink_of": "adapters.pieces",
     "source_of": "adapters.pieces",

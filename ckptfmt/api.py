@@ -32,17 +32,20 @@ from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
 from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.loading.restore import load_once
-from ckptfmt.read.files import ReadTries, read_anew
+from ckptfmt.read.files import ReadTries, read_anew, read_manifest
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
-from ckptfmt.run.lineage import find_surroundings, open_head
+from ckptfmt.run.lineage import find_checks, find_head, open_head
 from ckptfmt.run.save_job import SaveState, new_origin
 from ckptfmt.saving.handle import SaveReport
 from ckptfmt.saving.one_save import save_once
 from ckptfmt.saving.save_attempt import check_block_nbytes
+from ckptfmt.signing.bundles import attach_bundle
+from ckptfmt.signing.signer import Signer
+from ckptfmt.signing.trust import Trust
 from ckptfmt.state import State, check_state, place_of
 from ckptfmt.store import is_url, open_store, split_path, suggest_path
 from ckptfmt.store.protocol import Store
@@ -68,6 +71,7 @@ def save(
     deadline_s: float = DEADLINE_S,
     block_nbytes: int = limits.BLOCK_NBYTES,
     replace: bool = False,
+    sign: Signer | str | os.PathLike[str] | None = None,
 ) -> SaveReport:
     """Save a state as one checkpoint directory, which is committed when the call returns.
 
@@ -94,6 +98,8 @@ def save(
             after a crash, either the old checkpoint is whole or the new one; then the files of the
             old checkpoint are deleted. There must be room for both. Other files in the directory
             stay. A symbolic link is replaced by a directory; its target stays.
+        sign: a `Signer`, or the file of a private key, to sign the checkpoint; None for no
+            signature. Process 0 signs.
 
     Returns: a `SaveReport`.
     Raises: StateError for an object that can't be saved; LayoutError where the processes contradict
@@ -108,6 +114,7 @@ def save(
     """
     check_state(state)
     check_block_nbytes(block_nbytes)
+    signer = Signer.of(sign)
     store = meeting = open_store(path, writable=True)
     group = make_group(writer, agree, meeting, deadline_s=deadline_s)
     if replace:
@@ -124,6 +131,7 @@ def save(
         origin=new_origin(step=step, block_nbytes=block_nbytes),
         deadline_s=deadline_s,
         replace=replace,
+        signer=signer,
     )
     label = functools.partial(Labels.of, metrics, tags)
     manifest = save_once(group, state, save, label=label, unsaved=find_unsaved)
@@ -152,6 +160,7 @@ def load(
     deadline_s: float = ...,
     wait_s: float = ...,
     digest: str | None = ...,
+    require_signature: Trust | str | os.PathLike[str] | None = ...,
 ) -> LoadReport: ...
 
 
@@ -172,6 +181,7 @@ def load(
     deadline_s: float = ...,
     wait_s: float = ...,
     digest: str | None = ...,
+    require_signature: Trust | str | os.PathLike[str] | None = ...,
 ) -> dict[str, Any]: ...
 
 
@@ -191,6 +201,7 @@ def load(
     deadline_s: float = DEADLINE_S,
     wait_s: float = 0.0,
     digest: str | None = None,
+    require_signature: Trust | str | os.PathLike[str] | None = None,
 ) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into a state, in place; or return the contents as trees.
 
@@ -224,7 +235,7 @@ def load(
             network between the processes; for a local disk, usually not.
         bases: further places of the bases of a delta, besides the delta's own directory:
             checkpoints, or directories of checkpoints; a base is recognised by its digest.
-        wait_s, digest: as in `open`.
+        wait_s, digest, require_signature: as in `open`.
 
     Loading a delta reads the delta's blocks and its bases' blocks of the same tensors, and decodes
     them. A part of a delta may cost more than its share: an optimizer's weights are predicted from
@@ -238,7 +249,7 @@ def load(
     Raises: IntegrityError where bytes are damaged or missing: the state is then partly loaded, and
         must not be used; StateError where the state doesn't fit: then no object is changed, except
         for READ_BACK of an object that differs from the argument of its load_state_dict;
-        UnsupportedError.
+        UnsupportedError; TrustError.
     Spec: REQ-OPN-001 to REQ-OPN-008, REQ-OPN-013, REQ-OPN-014.
 
     >>> import ckptfmt, tempfile
@@ -247,6 +258,7 @@ def load(
     ...     ckptfmt.load(directory)["data"]
     {'position': 24}
     """
+    trust = Trust.of(require_signature)
     if state is None:
         if rename is not None:
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
@@ -255,7 +267,9 @@ def load(
         while True:
             with (
                 tries,
-                open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint,
+                open_checkpoint(
+                    path, digest=digest, bases=bases, wait_s=wait_s, require_signature=trust
+                ) as checkpoint,
             ):
                 return load_trees(checkpoint, framework, only=only)
     check_state(state)
@@ -269,7 +283,7 @@ def load(
     while True:
         with load_tries:
             checkpoint = load_tries.open(
-                lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s)
+                lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s, trust=trust)
             )
             with checkpoint, _naming_checkpoint(checkpoint, store):
                 if group.writer == 0:
@@ -376,6 +390,7 @@ def open_checkpoint(
     digest: str | None = None,
     bases: Iterable[PathOrStore] = (),
     wait_s: float = 0.0,
+    require_signature: Trust | str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
 
@@ -393,15 +408,20 @@ def open_checkpoint(
         bases: as in `load`; a base is looked up when its blocks are first read.
         wait_s: greatest time to wait until no saver has an unfinished save in this place, in
             seconds.
+        require_signature: the accepted signers: a `Trust`, or the file of a public key; None to
+            accept an unsigned checkpoint. The signature is verified before anything else is read.
 
     Returns: a `Checkpoint`. ``checkpoint.weights["layers.0.w"][0:128]`` reads only these rows, and
         of a delta the blocks needed to decode them: see `load`.
 
-    Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
-    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-013, REQ-RUN-019.
+    Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError;
+        TrustError(SIGNATURE_MISSING, ROLLED_BACK).
+    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-013, REQ-RUN-019, REQ-SIG-004 to REQ-SIG-006.
     """
     store = open_store(path, writable=False)
-    checkpoint = _open(path, store, digest=digest, bases=_open_bases(bases), wait_s=wait_s)
+    trust = Trust.of(require_signature)
+    places = _open_bases(bases)
+    checkpoint = _open(path, store, digest=digest, bases=places, wait_s=wait_s, trust=trust)
     _warn_of_pending(checkpoint)
     return checkpoint
 
@@ -411,27 +431,31 @@ def validate(
     *,
     bases: Iterable[PathOrStore] = (),
     on_progress: Callable[[int], None] | None = None,
+    require_signature: Trust | str | os.PathLike[str] | None = None,
 ) -> Report:
     """Check every byte of a checkpoint or of a run, and of their bases, and collect all violations.
 
     Args:
         path: directory of a checkpoint or of a run; or a store rooted there.
         bases: as in `load`. If any place is given, frozen bases are checked as well: there, or at
-            the recorded place.
+            the recorded place, unless this is a URL outside of the checkpoint's bucket.
         on_progress: called with the number of bytes just checked.
+        require_signature: the signers of each checkpoint, as in `open`; None to check no signature.
+            A run's checkpoints aren't compared with a pin.
 
     Returns: a `Report`, separately for own bytes, references and their closure.
     Raises: StoreError where the store itself fails, for example for a missing path.
     Spec: REQ-OPN-009.
     """
+    trust = Trust.of(require_signature)
     store = open_store(path, writable=False)
     places = _open_bases(bases)
     if is_run(store):
         report = Report(target=store.name, kind="run", on_progress=on_progress)
-        verify_run(store, report, bases=places)
+        verify_run(store, report, bases=places, require_signature=trust)
         return report
     report = Report(target=store.name, kind="checkpoint", on_progress=on_progress)
-    verify_checkpoint(store, report, bases=places, check=find_surroundings(path))
+    verify_checkpoint(store, report, bases=places, check=find_checks(path, store, trust))
     return report
 
 
@@ -442,6 +466,7 @@ def compact(
     take_over: bool = False,
     bases: Iterable[PathOrStore] = (),
     on_progress: Callable[[int], None] | None = None,
+    sign: Signer | str | os.PathLike[str] | None = None,
 ) -> SaveReport:
     """Make a full checkpoint of a delta, in constant memory, outside of a run or in the run.
 
@@ -454,6 +479,7 @@ def compact(
             the delta and its bases; a training that still runs there is fenced off.
         bases: as in `load`; with `out` only.
         on_progress: called with the number of bytes just checked, or written.
+        sign: as in `save`: the full checkpoint has another manifest, without a signature otherwise.
 
     Returns: a `SaveReport` of the full checkpoint; if the run's newest checkpoint is full already,
         of this checkpoint.
@@ -472,6 +498,7 @@ def compact(
             where="out=",
             remedy=remedy,
         )
+    signer = Signer.of(sign)
     if out is None:
         run = open_store(path, writable=True)
         if not is_run(run):
@@ -481,7 +508,7 @@ def compact(
                 where=run.name,
                 remedy="Pass out= with a new path.",
             )
-        name, manifest, is_new = compact_run(run, on_progress=on_progress)
+        name, manifest, is_new = compact_run(run, on_progress=on_progress, signer=signer)
         return SaveReport.of(
             manifest, path=run.at(name).name, reason=COMPACTED if is_new else FULL_ALREADY
         )
@@ -489,8 +516,46 @@ def compact(
         _check_out(out, checkpoint)
         store = open_store(out, writable=True)
         check_no_run(store)
-        manifest = compact_checkpoint(checkpoint, store, on_progress=on_progress)
+        manifest = compact_checkpoint(checkpoint, store, on_progress=on_progress, signer=signer)
     return SaveReport.of(manifest, path=store.name, reason=COMPACTED)
+
+
+def sign(
+    path: PathOrStore,
+    key: Signer | str | os.PathLike[str] | None = None,
+    *,
+    bundle: bytes | None = None,
+) -> str:
+    """Sign a committed checkpoint, or add a signature made elsewhere.
+
+    Only the manifest is read: the signature says that the digests are right, and `validate` that
+    the bytes have these digests. An earlier signature by the same key is replaced.
+
+    Args:
+        path: directory of a checkpoint, or of a run, for the checkpoint from which the run goes on;
+            or a store rooted there.
+        key: a `Signer`, or the file of a private key. Exactly one of `key` and `bundle` is
+            required.
+        bundle: content of a bundle of Sigstore that signs the file ``manifest.json``. The
+            signature isn't verified here.
+
+    Returns: the path of the new file in the checkpoint's directory.
+    Raises: StateError(ARGUMENT); TrustError(SIGNATURE_MISSING) for a bundle that signs other
+        bytes; IntegrityError(NOT_COMMITTED and others); StoreError.
+    Spec: REQ-SIG-001 to REQ-SIG-003.
+    """
+    signer = Signer.of(key)
+    if (signer is None) == (bundle is None):
+        remedy = "Pass the file of a private key, or the content of a bundle."
+        raise err(Code.ARGUMENT, "either key or bundle= is needed", where="sign()", remedy=remedy)
+    store = open_store(path, writable=True)
+    if is_run(store):
+        store = store.at(find_head(store)[0])
+    manifest = read_manifest(store)
+    content = store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+    if signer is None:
+        return attach_bundle(store, manifest, content, bundle or b"")
+    return signer.sign(store, manifest, content)
 
 
 def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
@@ -525,6 +590,7 @@ def _open(
     bases: Sequence[Store],
     digest: str | None = None,
     wait_s: float = 0.0,
+    trust: Trust | None = None,
 ) -> Checkpoint:
     """Open the checkpoint of a path: the path's own, or the head of the run's lineage."""
     is_in_run = is_run(store)
@@ -537,9 +603,10 @@ def _open(
 
     def open_committed() -> Checkpoint:
         if is_in_run:
-            found = open_head(store, digest=digest, bases=bases)
+            found = open_head(store, digest=digest, bases=bases, require_signature=trust)
         else:
-            found = Checkpoint(store, digest=digest, bases=bases, check=find_surroundings(path))
+            check = find_checks(path, store, trust)
+            found = Checkpoint(store, digest=digest, bases=bases, check=check)
         check_at_home(found)
         return found
 

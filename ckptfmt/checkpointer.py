@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, Unpack
 
 from ckptfmt.adapters.data_loaders import find_loaders, find_samplers
+from ckptfmt.adapters.origin import program_origin
 from ckptfmt.api import open_checkpoint
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME
@@ -18,17 +20,18 @@ from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
-from ckptfmt.group import Group, make_group
+from ckptfmt.group import Group, attempt, make_group
 from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
 from ckptfmt.loading.load_report import LoadReport, claim_of_all
 from ckptfmt.loading.restore import load_once, mark_streams, restore_streams
-from ckptfmt.loop.launching import Taken, take_launch
+from ckptfmt.loop.launching import Survivor, Taken, take_launch
 from ckptfmt.loop.loop import StepCount, make_meters, parse_every
 from ckptfmt.loop.pace import Pace
 from ckptfmt.loop.rehearsal import Account, Rehearsal
 from ckptfmt.loop.rewinding import (
     REMADE,
+    Reach,
     can_skip,
     check_reason,
     choose_save,
@@ -51,6 +54,7 @@ from ckptfmt.option_groups import (
     Stop,
 )
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.reading import DamagedMemoryError
 from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.retention import Retention
 from ckptfmt.run.save_job import SaveState
@@ -59,6 +63,8 @@ from ckptfmt.saving.handle import SaveEvent, SaveHandle
 from ckptfmt.saving.one_save import check_step
 from ckptfmt.saving.peers import meet_peers
 from ckptfmt.saving.saves import Saves, Saving, add_report
+from ckptfmt.signing.signer import Signer
+from ckptfmt.signing.trust import Trust, pin_of
 from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -125,7 +131,8 @@ class Checkpointer:
             weren't taken: invalid checkpoints, and saves that a living saver hadn't committed by
             the deadline.
         stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
-        rewinds: number of times that this object has gone back, by `rewind` or after an alarm.
+        rewinds: number of times that this object has gone back, by `rewind`, by `regroup` or after
+            an alarm.
 
     Raises: StateError(ARGUMENT); TypeError for an unknown keyword.
     """
@@ -139,6 +146,10 @@ class Checkpointer:
     #: The checkpoint from which this launch resumes; open until the RNG streams are restored.
     _checkpoint: Checkpoint | None = None
     launch: Launch | None = None
+    #: The number of the newest launch that this process knows; 0 before the first launch.
+    _newest_launch = 0
+    #: Whether processes lend each other contents in memory for the load of this launch.
+    _lends = False
     _load_report: LoadReport | None = None
     passed_over: list[str]
 
@@ -179,11 +190,9 @@ class Checkpointer:
             resume = "auto"
         cadence = parse_every(options.every)
         signals = options.stop.make_signals()
-        function: object = on_save
-        if function is not None and not callable(function):
-            remedy = "Pass a function of a SaveEvent, such as on_save=print."
-            raise err(Code.ARGUMENT, f"{on_save!r} isn't callable", where="on_save=", remedy=remedy)
-        self._on_save = on_save
+        self._on_save = _check_function(on_save)
+        self._signer = Signer.of(options.saving.sign)
+        self._trust = Trust.of(options.loading.require_signature)
         self._resume = resume
         self._init = InitFrom.of(init_from)
         self._retention = options.keep
@@ -199,13 +208,8 @@ class Checkpointer:
         self._store = open_store(run, writable=True)
         self._deadline_s = options.job.deadline_s
         self._cache = options.cache
-        self._group: Group = make_group(
-            options.job.writer,
-            options.job.agree,
-            self._store,
-            deadline_s=self._deadline_s,
-            stop_end_s=signals.end_s,
-        )
+        self._job = options.job
+        self._group: Group = self._make_group(options.job, signals.end_s)
         meters = make_meters(options.every, options.mtbf, self._group, self._cache, ledger=ledger)
         self.passed_over = []
         self._count = StepCount(state)
@@ -234,8 +238,7 @@ class Checkpointer:
         report = functools.partial(add_report, self._saves.reports)
         self._unsaved = UnsavedWatch(options.every, cadence, report)
         weakref.finalize(self, self._unsaved.end).atexit = False
-        self._restored = False
-        self._is_touched = False
+        self._restored = self._is_touched = False
         self._is_whole = False
         self._has_begun = False
         self._is_prepared = False
@@ -246,6 +249,11 @@ class Checkpointer:
         self._goes_back_later = self._must_go_back = False
         self.stopped = False
         self.rewinds = 0
+
+    def _make_group(self, job: Job, stop_end_s: Callable[[], float]) -> Group:
+        return make_group(
+            job.writer, job.agree, self._store, deadline_s=job.deadline_s, stop_end_s=stop_end_s
+        )
 
     def _begin_healing(self, options: Options) -> Healing | None:
         healer = options.stop.healer
@@ -939,7 +947,14 @@ class Checkpointer:
         ledger = pace.meters.ledger(now)
         handle = self._saves.save(
             self._count.state,
-            SaveState.in_run(*place, step=now, retention=self._retention, ledger=ledger),
+            SaveState.in_run(
+                *place,
+                step=now,
+                retention=self._retention,
+                ledger=ledger,
+                signer=self._signer,
+                pin=pin_of(self._trust),
+            ),
             must=must or has_alarm,
             deadline_s=deadline_s,
             label=label,
@@ -1037,6 +1052,72 @@ class Checkpointer:
         assert self._load_report is not None  # noqa: S101
         return self._load_report
 
+    def regroup(self, job: Job | None = None) -> LoadReport | None:
+        """Go back to the newest save, together with processes that replace lost processes.
+
+        After the loss of a process, each other process ends its process group, makes a group anew
+        with the replacement, and calls this method. The replacement is a new process with the
+        number of the lost process. It creates its `Checkpointer`, and calls `restore` (or enters
+        the context) as at any start. All of them begin the next launch of the run, from the newest
+        save. Tensors come from the memory of the slots. A process whose memory hasn't the save gets
+        them from the memory of other processes by torch.distributed, and else from the cache or the
+        run. If received contents differ from their digests, all processes read the cache or the
+        run, and a note of the report begins with MEMORY_DAMAGED. Saves in flight have a quarter of
+        `Job.deadline_s` to end, and are given up then.
+
+        The call may be outside of the loop over `steps`, whose next call goes on from the save, or
+        within the body of a step, as a call of `rewind`. Make iterators anew directly after the
+        call. After an error of `restore` or of this method, such as the loss of another process,
+        the processes may call this method with the next group. Until then, no step ends, and no
+        save is possible.
+
+        Args:
+            job: the processes of the job. Number of this process and number of processes stay the
+                same. Default: the ``job=`` of this object, so that torch.distributed is asked
+                again. A token in ``agree`` must be new.
+
+        Returns: the report of the load, whose `reads` has the bytes from memory; None if this
+            process hadn't begun a launch, and all processes start afresh.
+        Raises: IntegrityError(NOT_COMMITTED) if there is no save to go back to;
+            CommitError(WRITERS_MISSING) if a process doesn't come by the deadline;
+            FencedError(FENCED) if a launch of other processes owns the run;
+            CommitError(SAVE_PENDING) if a snapshot is still being copied at the deadline;
+            StateError(ARGUMENT) if this process has another number; as `restore`.
+        Spec: REQ-RUN-004, REQ-RUN-012.
+        """
+        if self._is_closed:
+            remedy = "Create a Checkpointer, and call restore(), as the replacement does."
+            raise err(Code.ARGUMENT, "the checkpointer is closed", where="regroup()", remedy=remedy)
+        if job is None and isinstance(self._job.agree, str):
+            remedy = "Give regroup(job=Job(writer=..., agree=NEW_TOKEN))."
+            detail = "agree= is a token, which the lost process knew"
+            raise err(Code.ARGUMENT, detail, where="regroup()", remedy=remedy)
+        group = self._make_group(self._job if job is None else job, self._pace.signals.end_s)
+        self._group.follow(group)
+        if self.launch is None:
+            return self.restore()
+        self._restored = False
+        self._is_touched = True
+        self._pace.rest()
+        count = self._count
+        if count.is_under_way:
+            count.end_body()
+        keeps = not have_fetched_ahead(list(find_samplers(count.state)), self.step)
+        kept, problem = attempt(lambda: self._saves.regroup(self._deadline_s / 4))
+        snapshots, common = kept or ({}, [])
+        self._witness.flush()
+        self._note_begun(self.launch.launch)
+        taken = self._take_launch(Survivor(common=common, problem=problem))
+        self._short_rehearsal = ShortRehearsal(0, None)  # a replacement doesn't know of any
+        self._load_taken(taken, snapshots, keeps=keeps)
+        self._pace.forget_stop()
+        self.stopped = False
+        self.rewinds += 1
+        return self._load_report
+
+    def _note_begun(self, launch: int) -> None:
+        self._newest_launch = max(self._newest_launch, launch)
+
     def _go_back_to(
         self, to: int | str | None, *, reason: str | None, is_alarm: bool = False
     ) -> None:
@@ -1087,29 +1168,38 @@ class Checkpointer:
             cache=self._cache,
             trusted=set.intersection(*(set(theirs["attempts"]) for theirs in told)),
             after=self.launch.launch,
+            signer=self._signer,
+            require_signature=self._trust,
         )
-        with contextlib.ExitStack() as stack:
-            if keeps:
-                stack.enter_context(keep_iterators(state))
-            self._load_taken(taken, {name: memory for name, (memory, _) in snapshots.items()})
-        for reach in reaches:
-            reach.renew(reason)
-        if self._healing is not None:
-            self._healing.leave_out(state)
-        self._needs_iterators = not keeps
+        self._load_taken(taken, snapshots, keeps=keeps, reaches=reaches, reason=reason)
         if self._count.is_under_way:
             self._count.end_body()
-        self._restored = True
 
-    def _load_taken(self, taken: Taken, snapshots: Mapping[str, Memory]) -> None:
-        """Go on as a launch that these processes have begun, from its checkpoint."""
+    def _load_taken(
+        self,
+        taken: Taken,
+        snapshots: Mapping[str, tuple[Memory, bool]],
+        *,
+        keeps: bool,
+        reaches: Iterable[Reach] = (),
+        reason: str | None = None,
+    ) -> None:
+        """Go on as a launch that these processes have begun, from its checkpoint.
+
+        Args:
+            taken: the launch.
+            snapshots: the contents in memory, as from `Saves.snapshots`.
+            keeps: whether the iterators of the samplers go on by themselves.
+            reaches: the reaches of the samplers before the load.
+            reason: reason for leaving out the samples since the save; None to leave out none.
+        """
         assert self.launch is not None and taken.checkpoint is not None  # noqa: PT018, S101
         checkpoint = taken.checkpoint
         state = self._count.state
         self._talk.say("launch %d goes back from step %d", self.launch.launch, self.step)
         ended = self._witness
         ended.close()
-        self._saves.take_reports(list(ended.reports))
+        self._saves.note_launch(list(ended.reports))
         self._witness = self._make_witness()
         self._pace.meters.note_rewind(self._store, taken, self.step)
         self._pace.forget_alarm()
@@ -1122,10 +1212,17 @@ class Checkpointer:
         self._handle = None
         self._requested = None
         drop_gradients(state)
-        memory = snapshots.get(checkpoint.manifest.origin.attempt)
-        self._load(checkpoint, state, memory, goes_back=True)
+        memory, _ = snapshots.get(checkpoint.manifest.origin.attempt, (None, False))
+        with keep_iterators(state) if keeps else contextlib.nullcontext():
+            self._load(checkpoint, state, memory, goes_back=True)
         self._pace.note_save()
         self._pace.meters.note_restored()
+        for reach in reaches:
+            reach.renew(reason)
+        if self._healing is not None:
+            self._healing.leave_out(state)
+        self._needs_iterators = not keeps
+        self._restored = True
 
     def _rewind_after_alarm(self) -> bool:
         """Go back after an alarm, if the triggers ask for it; return whether the run went back.
@@ -1151,7 +1248,7 @@ class Checkpointer:
         """Raise StateError(ARGUMENT) if an earlier load into the live state has failed."""
         if self._is_touched and not self._restored:
             detail = (
-                "an earlier restore() or rewind() failed: the live state is neither the"
+                "an earlier restore(), rewind() or regroup() failed: the live state is neither the"
                 " checkpoint's nor a fresh one"
             )
             remedy = "Correct the cause of the first error, and start the process again."
@@ -1163,7 +1260,9 @@ class Checkpointer:
             return resume
         return functools.partial(self._healing.choose, self._state, has_failed=has_failed)
 
-    def _take_launch(self) -> None:
+    def _take_launch(self, survivor: Survivor | None = None) -> Taken:
+        if self._group.writer == 0:
+            program_origin()  # before the checkout changes during the training
         cache = self._cache
         nodes = None
         if cache is not None and cache.peers:
@@ -1176,19 +1275,27 @@ class Checkpointer:
             writer_features=self._writer_features,
             deadline_s=self._deadline_s,
             cache=cache,
+            survivor=survivor,
+            known=self._newest_launch,
+            on_begun=self._note_begun,
+            signer=self._signer,
+            require_signature=self._trust,
         )
-        self._adopt(taken)
-        self._pace.meters.note_launch(self._store, taken)
+        if survivor is None:
+            self._adopt(taken)
+            self._pace.meters.note_launch(self._store, taken)
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
+        return taken
 
     def _adopt(self, taken: Taken) -> None:
         """Go on as a launch that these processes have begun; nothing is loaded yet."""
         self.launch = taken.launch
         self._run = taken.run
         self._checkpoint = taken.checkpoint
+        self._lends = taken.lends
         self.passed_over += taken.passed_over
-        self._saves.take_reports(taken.reports)
+        self._saves.note_launch(taken.reports)
 
     def _load(
         self,
@@ -1198,16 +1305,24 @@ class Checkpointer:
         *,
         goes_back: bool = False,
     ) -> None:
-        self._load_report = load_once(
+        load = functools.partial(
+            load_once,
             state,
             checkpoint,
             self._group,
             **self._choices,
             streams=False,
             share=self._share,
-            memory=memory,
             goes_back=goes_back,
         )
+        try:
+            report = load(memory=memory, lends=self._lends)
+        except DamagedMemoryError as error:
+            self._saves.drop_snapshots()
+            report = load()
+            note = f"MEMORY_DAMAGED: each process has read the checkpoint's files: {error.detail}"
+            report = dataclasses.replace(report, notes=(*report.notes, note))
+        self._load_report = report
         carry_init(checkpoint, state, self._group)
         self._go_to(checkpoint, state)
         self._is_whole = True
@@ -1232,7 +1347,11 @@ class Checkpointer:
         tries = LoadTries(self._group)
         while True:
             with tries:
-                checkpoint = tries.open(lambda: open_checkpoint(init.path, digest=init.digest))
+                checkpoint = tries.open(
+                    lambda: open_checkpoint(
+                        init.path, digest=init.digest, require_signature=init.require_signature
+                    )
+                )
                 self._load_report = init.load(state, checkpoint, self._group, share=self._share)
                 break
         assert self.launch is not None  # noqa: S101
@@ -1294,3 +1413,11 @@ def _asks_for_home(durability: object) -> bool:
             remedy=remedy,
         )
     return durability == HOME
+
+
+def _check_function(on_save: object) -> Callable[[SaveEvent], object] | None:
+    """Return the argument `on_save`. Raises: StateError(ARGUMENT) unless it is a function."""
+    if on_save is None or callable(on_save):
+        return on_save
+    remedy = "Pass a function of a SaveEvent, such as on_save=print."
+    raise err(Code.ARGUMENT, f"{on_save!r} isn't callable", where="on_save=", remedy=remedy)

@@ -13,8 +13,8 @@ The classes are grouped by the reaction of a handler:
     │   └── FencedError     a newer launch owns the run: stop this process
     └── StoreError          the storage refused, failed or didn't answer
 
-A code is never renumbered, renamed or reused. ``spec/80-errors.md`` lists the same codes; a test
-compares the two.
+A code is never renumbered, renamed or reused. ``spec/appendix/81-errors.md`` lists the same codes;
+a test compares the two.
 """
 
 from __future__ import annotations
@@ -137,6 +137,10 @@ class CommitError(CkptError):
 
 class FencedError(CommitError):
     """A newer launch owns the run."""
+
+
+class TrustError(CkptError):
+    """The checkpoint isn't of a trusted signer, or isn't the newest."""
 
 
 class StoreError(CkptError):
@@ -348,7 +352,14 @@ class Code(StrEnum):
     #: a box exceeds the bounds of the tensor
     BOX_BOUNDS = ("BOX_BOUNDS", LayoutError, _WRITER)
     #: the boxes leave a part of a tensor uncovered
-    TILING_GAP = ("TILING_GAP", LayoutError, _WRITER)
+    TILING_GAP = (
+        "TILING_GAP",
+        LayoutError,
+        (
+            "A program that saves gives boxes that together hold each element of the tensor. A"
+            " reader takes another checkpoint."
+        ),
+    )
     #: two boxes of a tensor overlap
     TILING_OVERLAP = (
         "TILING_OVERLAP",
@@ -643,6 +654,25 @@ class Code(StrEnum):
     )
     #: the training process ended before the snapshot was complete
     TRAINER_LOST = ("TRAINER_LOST", CommitError, "Resume from an older checkpoint.")
+    # trust
+    #: no trusted signer signed the checkpoint
+    SIGNATURE_MISSING = (
+        "SIGNATURE_MISSING",
+        TrustError,
+        (
+            "Give the key or identity of the signer; or sign the checkpoint, if you know that it is"
+            " what was saved: `ckptfmt sign PATH --key KEY`."
+        ),
+    )
+    #: a newer checkpoint of the run was seen
+    ROLLED_BACK = (
+        "ROLLED_BACK",
+        TrustError,
+        (
+            "Find out who put the older checkpoint there. To go back on purpose, delete the file of"
+            " the pin first."
+        ),
+    )
     # store
     #: a file is there already
     STORE_EXISTS = ("STORE_EXISTS", StoreError, "Save to another path.")

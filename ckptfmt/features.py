@@ -1,6 +1,6 @@
 """The features of the format: a reader refuses a document with an unknown feature.
 
-``spec/95`` holds the table.
+The table is on page 01 of the specification.
 """
 
 from __future__ import annotations
@@ -32,10 +32,27 @@ FROZEN: Final = "frozen"
 OF_ANY_PROFILE: Final = frozenset({CACHES, FROZEN, LABELS, SUSPECT})
 #: All features for a reader to know.
 READER_FEATURES: Final = frozenset({*OF_ANY_PROFILE, DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
+#: The profile of the specification that describes each feature.
+_PROFILES: Final = {
+    **dict.fromkeys((DELTAS, *ENCODINGS), "R-delta"),
+    **dict.fromkeys(("gradient", *GROUP_KINDS), "prediction"),
+    **{feature: feature for feature in OF_ANY_PROFILE},
+}
 #: The writer feature of a run with deltas.
 REFERENCED: Final = "references"
 #: All features for a process to know before it writes or deletes in a run.
 WRITER_FEATURES: Final = frozenset({REFERENCED, LABELS})
+
+
+def reader_profiles(features: Iterable[str]) -> tuple[str, ...]:
+    """Return the profiles that a reader of a checkpoint with these features implements, sorted.
+
+    Spec: page 01.
+
+    >>> reader_profiles([]), reader_profiles(["deltas", "planes", "labels"])
+    (('R-core',), ('R-core', 'R-delta', 'labels'))
+    """
+    return ("R-core", *sorted({_PROFILES[feature] for feature in features}))
 
 
 def is_of_delta(features: Iterable[str]) -> bool:

@@ -82,6 +82,24 @@ class Group:
         self.writer_count = writer_count
         self._gather = gather
 
+    def follow(self, other: Group) -> None:
+        """Exchange through another group from now on: the job goes on with other processes.
+
+        Raises: StateError(ARGUMENT) unless number and count of this writer are the same.
+        """
+        if (other.writer, other.writer_count) != (self.writer, self.writer_count):
+            raise err(
+                Code.ARGUMENT,
+                f"this process was writer {self.writer} of {self.writer_count}, and is writer"
+                f" {other.writer} of {other.writer_count} in the new group",
+                where="regroup()",
+                remedy=(
+                    "Let each process keep its number, and give the number of a lost process to"
+                    " its replacement; or start all processes again."
+                ),
+            )
+        self._gather = other._gather
+
     def all_gather(self, value: object) -> list[Any]:
         """Return the JSON values of all writers, in writer order.
 

@@ -1,6 +1,6 @@
 """The limits of the format, with their units in the names.
 
-``spec/90-limits.md`` holds the same table.
+``spec/core/90-limits.md`` holds the same table.
 
 A reader refuses a value over a limit before it reads, allocates or descends (REQ-LIM-001).
 """
@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Final
 
-FORMAT_VERSION: Final = "0.10"
+FORMAT_VERSION: Final = "1.0"
 
 #: Largest JSON document, except the manifest.
 JSON_NBYTES: Final = 1 << 20

@@ -16,6 +16,7 @@ from ckptfmt.loop.loop import StopSignals, parse_mtbf
 from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.retention import KeepBest, Retention
 from ckptfmt.saving.saves import Saving
+from ckptfmt.signing.trust import Trust
 from ckptfmt.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -63,8 +64,11 @@ class Loading:
             ``"extra:scheduler"`` for a value of `State.extra`.
         share: whether a block wanted by several processes is read by a single process, and sent to
             the rest through torch.distributed; by default False. See `ckptfmt.load`.
+        require_signature: the signers of a checkpoint from which the run goes on: a `Trust`, or the
+            file of a public key. Without a trusted signature, the start ends with TrustError, and
+            no older checkpoint is taken instead. By default None, for any checkpoint.
 
-    Raises: StateError(ARGUMENT) for an unknown kind of difference.
+    Raises: StateError(ARGUMENT) for an unknown kind of difference, and as `Trust`.
 
     >>> Loading(override=["optimizer:group/lr"]).override
     ('optimizer:group/lr',)
@@ -74,8 +78,10 @@ class Loading:
     strict: bool = False
     override: Iterable[str] = ()
     share: bool = False
+    require_signature: Trust | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "require_signature", Trust.of(self.require_signature))
         # Iterators are read once, here.
         override = (self.override,) if isinstance(self.override, str) else tuple(self.override)
         object.__setattr__(self, "allow", check_allow(self.allow))

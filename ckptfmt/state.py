@@ -235,7 +235,8 @@ class State:
             Hugging Face, or of a safetensors file. A save refers by digest to tensors of `weights`
             that require no gradient and are bit for bit equal to a tensor of the base, instead of
             storing them. A load reads them from the base, unless the live tensors are equal
-            already. None to store everything, and to look for a base at the recorded place.
+            already. None to store everything, and to look for a base at the recorded place, unless
+            this is a URL outside of the checkpoint's bucket.
         init_from: the checkpoint from which the state's run began, or None. A `Checkpointer` sets
             this attribute; saves copy it into the provenance.
         doubts: reasons why a resume from this state can't be exact, found by a framework's plug-in.

@@ -28,10 +28,12 @@ root_doc = "docs/index"
 include_patterns = [
     "*.md",
     "docs/*.md",
-    "spec/**.md",
+    "spec/*.md",
+    "spec/**/*.md",
     "conformance/*.md",
     "conformance/vectors/README.md",
     "benchmarks/README.md",
+    "js/README.md",
     "tests/plugins/DCP.md",
     "tests/plugins/ORBAX.md",
 ]
@@ -57,7 +59,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style"), "Shapes", "Units", "Spec", "Source"]
 
-# Words of fences in the specification that name no language: spec/00-overview.md, "Notation".
+# Words of fences in the specification that name no language: spec/appendix/98-notation.md.
 _PLAIN_FENCES = ("edits", "hex", "mermaid", "rejects", "serve")
 
 

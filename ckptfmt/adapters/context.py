@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.adapters.live import Live
+from ckptfmt.adapters.origin import program_origin
 from ckptfmt.errors import Code, err
 from ckptfmt.state import INIT_FROM, FirstWorker, PerWorker
 
@@ -33,7 +34,6 @@ _ENVIRONMENT: Final = (
     "FLASH_ATTENTION_DETERMINISTIC", "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC",
     "PYTHONHASHSEED",
 )  # fmt: skip
-_COMMIT_VARIABLES: Final = ("CKPTFMT_GIT_COMMIT", "GITHUB_SHA")
 
 
 #: The members of the topology that count processes. The numbers are equal in most runs.
@@ -205,12 +205,11 @@ def provenance(
         given: the caller's values.
         init_from: the checkpoint that initialized the run, if any.
     """
-    commit = next((os.environ[name] for name in _COMMIT_VARIABLES if os.environ.get(name)), None)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": dict(_packages()),
-        **({} if commit is None else {"git_commit": commit}),
+        **program_origin(),
         **({} if init_from is None else {INIT_FROM: init_from}),
         **plain_config(dict(given or {}), where="provenance"),
     }

@@ -116,6 +116,62 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quiet", action="store_true", help="no text and no progress: only the exit code"
     )
+    _add_trust(parser)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the signers of checkpoints."""
+    group = parser.add_argument_group("signatures", "each checkpoint must have one of a signer")
+    group.add_argument(
+        "--key",
+        metavar="FILE",
+        dest="keys",
+        action="append",
+        default=[],
+        help="public key of a signer, in PEM; may be given again",
+    )
+    group.add_argument(
+        "--root",
+        metavar="FILE",
+        dest="roots",
+        action="append",
+        default=[],
+        help="root certificates of signers, in PEM; may be given again",
+    )
+    group.add_argument(
+        "--identity", metavar="NAME", help="identity in a certificate of Sigstore; with --issuer"
+    )
+    group.add_argument("--issuer", metavar="URL", help="provider that vouches for the identity")
+    group.add_argument(
+        "--sigstore-root",
+        metavar="FILE",
+        help="keys of an instance of Sigstore (trusted_root.json); default: the public instance",
+    )
+    group.add_argument(
+        "--pin",
+        metavar="FILE",
+        help="file with the newest checkpoint seen: refuse older ones, and a run without it",
+    )
+
+
+def _add_sign(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="directory of a checkpoint; of a run: its newest checkpoint"
+    )
+    parser.add_argument("--key", metavar="FILE", help="private key in PEM, of an elliptic curve")
+    parser.add_argument(
+        "--password-env",
+        metavar="NAME",
+        help="environment variable with the password of an encrypted key",
+    )
+    parser.add_argument(
+        "--certificates", metavar="FILE", help="certificate of the key and its chain, in PEM"
+    )
+    parser.add_argument(
+        "--bundle",
+        metavar="FILE",
+        help="instead of --key: add a signature that another program made of manifest.json",
+    )
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +329,9 @@ def _add_compact(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_bases(parser)
+    parser.add_argument(
+        "--sign", metavar="FILE", help="private key in PEM, with which the full one is signed"
+    )
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
@@ -307,6 +366,7 @@ _ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
     "du": add_path,
     "gc": _add_gc,
     "validate": _add_validate,
+    "sign": _add_sign,
     "pin": _add_change,
     "unpin": _add_change,
     "tag": _add_tag,

@@ -31,11 +31,16 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
             TOOLS,
         ),
         "report": ("a picture of a run, as one page of HTML", TOOLS),
+        "view": ("a run or checkpoint in the browser, down to single values", TOOLS),
         "diff": ("the tensors and values in which two checkpoints differ, and by how much", TOOLS),
         "du": ("the space that each part of a run or checkpoint takes", "listing"),
     },
     "check": {
         "validate": ("check every byte of a checkpoint or of a run", "validate"),
+        "sign": (
+            "sign a checkpoint with a key; `validate --key` checks the signature",
+            "signing",
+        ),
         "repair": (
             (
                 "rewrite what is damaged in a run or checkpoint from its copies, and say what can't"

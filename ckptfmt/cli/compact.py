@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             take_over=take_over,
             bases=arguments.bases,
             on_progress=progress.advance,
+            sign=arguments.sign,
         )
     elapsed_s = time.perf_counter() - begin_s
     if arguments.json:

@@ -37,7 +37,7 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Reference, parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, StoreError, err
-from ckptfmt.features import ENCODINGS
+from ckptfmt.features import ENCODINGS, reader_profiles
 from ckptfmt.read.files import ReplacedError, read_anew
 from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.reader import Checkpoint
@@ -332,6 +332,7 @@ def _members(view: _View) -> dict[str, object]:
         "saved_unix_s": manifest.saved_unix_s,
         "saved": time_text(manifest.saved_unix_s),
         "profile": manifest.profile,
+        "reader_profiles": reader_profiles(manifest.features),
         "metrics": labels.numbers(),
         "tags": labels.tags,
         "suspect": labels.suspect or None,
@@ -487,6 +488,7 @@ def _print_header(view: _View, console: Console) -> None:
         (("digest", "dim"), (manifest.digest, "yellow")),
         (("size", "dim"), size),
         (("profile", "dim"), f"{form}, blocks of {bytes_text(origin.block_nbytes)}"),
+        (("readers", "dim"), f"of {', '.join(reader_profiles(manifest.features))}"),
         *([(("durability", "dim"), durability)] if manifest.durability != HOME else []),
     ]
     if text := labels_text(labels.numbers(), labels.tags, pinned=pinned, suspect=labels.suspect):

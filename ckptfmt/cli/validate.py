@@ -35,7 +35,8 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
-from ckptfmt.run.lineage import find_surroundings, list_checkpoints
+from ckptfmt.run.lineage import find_checks, list_checkpoints
+from ckptfmt.signing.trust import Trust
 from ckptfmt.store import Store
 
 _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
@@ -76,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     share = parse_split(arguments.split)
     place = open_place(arguments.path)
     stores = open_bases(arguments.bases)
+    trust = parse_trust(arguments)
     with Progress(lambda: _total_nbytes(place, stores), quiet=arguments.quiet) as progress:
-        outcome = _check(place, stores, share, progress.advance)
+        outcome = _check(place, stores, share, progress.advance, trust)
     if arguments.json:
         _print_json(outcome)
     elif not arguments.quiet:
@@ -105,8 +107,33 @@ def parse_split(text: str | None) -> tuple[int, int]:
     return int(number) - 1, int(count)
 
 
+def parse_trust(arguments: argparse.Namespace) -> Trust | None:
+    """Return the signers that the options name; None without such an option.
+
+    Raises: StateError(ARGUMENT).
+    """
+    given = {
+        name: getattr(arguments, name)
+        for name in ("keys", "roots", "identity", "issuer", "sigstore_root", "pin")
+        if getattr(arguments, name)
+    }
+    if given and not {"keys", "roots", "identity"} & given.keys():
+        remedy = "Give --key, --root, or --identity with --issuer, too."
+        raise err(
+            Code.ARGUMENT,
+            "no signer is named",
+            where=f"--{min(given).replace('_', '-')}",
+            remedy=remedy,
+        )
+    return Trust(**given) if given else None
+
+
 def _check(
-    place: Place, bases: Sequence[Store], share: tuple[int, int], on_progress: Callable[[int], None]
+    place: Place,
+    bases: Sequence[Store],
+    share: tuple[int, int],
+    on_progress: Callable[[int], None],
+    trust: Trust | None,
 ) -> _Outcome:
     begin_s = time.perf_counter()
     kind = "run" if place.is_run else "checkpoint"
@@ -114,9 +141,10 @@ def _check(
     failure = None
     try:
         if place.is_run:
-            verify_run(place.store, report, bases=bases)
+            verify_run(place.store, report, bases=bases, require_signature=trust)
         else:
-            verify_checkpoint(place.store, report, bases=bases, check=find_surroundings(place.path))
+            check = find_checks(place.path, place.store, trust)
+            verify_checkpoint(place.store, report, bases=bases, check=check)
     except StoreError as error:
         failure = error
     return _Outcome(report=report, failure=failure, elapsed_s=time.perf_counter() - begin_s)

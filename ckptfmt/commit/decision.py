@@ -4,7 +4,7 @@ The same steps run on a file system and on an object store. Committers don't tal
 store's exclusive creation of the decision register decides which of them wins, and the decision is
 final.
 
-Spec: ``spec/70-commit.md``.
+Spec: ``spec/writing/75-commit.md``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
+from ckptfmt.signing.signer import Signer
 from ckptfmt.store.protocol import CALLS_AT_ONCE, Buffer, Store, call_each
 
 Register: TypeAlias = Manifest | Abort | Tombstone
@@ -53,7 +54,8 @@ _TABLE_COUNT: Final = 16
 #: The name of a file that belongs to an attempt; the group is the attempt's id.
 _ATTEMPT: Final = re.compile(
     r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})"
-    r"(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json|\.held))"
+    r"(?:\.msgpack|-[0-9a-f]{16}\.sigstore\.json"
+    r"|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json|\.held))"
 )
 #: Codes of a failure record that describe the attempt instead of one writer, and so hold for all
 #: writers. Every `LayoutError` does too.
@@ -71,6 +73,8 @@ _REPLACE: Final = (
 CONDEMNED: Final = "condemned-"
 #: Number of tries of a store call that gets no answer, before the outcome counts as unknown.
 _TRIES: Final = 3
+#: The version of the format in the canonical msgpack of an index.
+_VERSION: Final = re.compile(rb"(?<=\xaeformat_version)[\xa1-\xbf][0-9.]+")
 
 
 class Known:
@@ -238,6 +242,7 @@ def decide(
     deadline_s: float,
     known: Known | None = None,
     replace: bool = False,
+    signer: Signer | None = None,
 ) -> Manifest:
     """Commit an attempt as writer 0, or wait for the decision as another writer.
 
@@ -245,7 +250,7 @@ def decide(
     afterwards (`sweep_attempts`).
 
     Args:
-        replace: whether to replace an existing checkpoint outside of a run; see `finalize`.
+        replace, signer: see `finalize`.
 
     Raises: the errors of `commit` and `wait_for_decision`.
     Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042.
@@ -254,7 +259,7 @@ def decide(
         return wait_for_decision(store, origin, deadline_s=deadline_s, replace=replace)
     if origin.writer_count > 1:  # a sole writer has just written the only part
         _wait_for_parts(store, origin, deadline_s)
-    return finalize(store, origin, known=known, replace=replace)
+    return finalize(store, origin, known=known, replace=replace, signer=signer)
 
 
 def finalize(
@@ -264,6 +269,7 @@ def finalize(
     known: Known | None = None,
     part_digests: Sequence[str] | None = None,
     replace: bool = False,
+    signer: Signer | None = None,
 ) -> Manifest:
     """Commit an attempt of which all parts are present.
 
@@ -276,6 +282,7 @@ def finalize(
         replace: whether to replace an existing checkpoint outside of a run. Only writer 0 may, and
             only while holding the attempt (`hold_attempt`): otherwise another saver's
             `sweep_attempts` could remove the files meanwhile.
+        signer: signs the manifest before the commit, so that no committed checkpoint is unsigned.
 
     Raises: the errors of `commit`; FormatError(DOC_MISMATCH) for a part with an unexpected digest.
     Spec: REQ-CMT-005 to REQ-CMT-009.
@@ -318,6 +325,8 @@ def finalize(
     # corrected afterwards.
     decided = known.parse_register(content)
     assert isinstance(decided, Manifest)  # noqa: S101
+    if signer is not None:
+        signer.sign(store, decided, content)
     _decide_anew(store, content) if replace else _decide(store, content)
     store.sync("")
     return decided
@@ -401,6 +410,13 @@ def retire(store: Store, manifest: Manifest) -> None:
     store.replace(MANIFEST_NAME, tombstone.dump())
     store.sync("")
     _delete_all_but_register(store)
+
+
+def delete_unfinished(store: Store) -> None:
+    """Remove the temporary files of killed writers in an aborted or retired directory."""
+    # Leases lie in the run's directory only.
+    for prefix in () if store.holds_expire else ("", "parts"):
+        store.delete_leftovers(prefix)
 
 
 def sweep(store: Store) -> None:
@@ -584,6 +600,8 @@ def _create_index(store: Store, path: str, content: bytes, digest: bytes) -> tup
 def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, bytes]:
     """Return size and digest of an existing index with the same document as `content`.
 
+    The version of the format may differ: the other committer may be an older program.
+
     Raises: CommitError(COMMIT_CONFLICT).
     """
     found = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
@@ -592,7 +610,7 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     except (FormatError, IntegrityError):
         said = b""
         digest = b""
-    if said != open_packed_document(content, where=path)[0]:
+    if _versionless(said) != _versionless(open_packed_document(content, where=path)[0]):
         raise err(
             Code.COMMIT_CONFLICT,
             "an index is there with other contents",
@@ -600,6 +618,11 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
             requirement="REQ-CMT-006",
         )
     return len(found), digest
+
+
+def _versionless(content: bytes) -> bytes:
+    """Return the msgpack of an index without the value of ``format_version``."""
+    return _VERSION.sub(b"", content, count=1)
 
 
 def _iter_parts(
@@ -751,8 +774,6 @@ def _delete_all_but_register(store: Store) -> None:
             store.delete(path)
 
     call_each(store, delete, [path for path in store.list("") if path != MANIFEST_NAME])
-    # Leases lie in the run's directory only.
-    for prefix in () if store.holds_expire else ("", "parts"):
-        store.delete_leftovers(prefix)
+    delete_unfinished(store)
     store.remove_directory("parts")
     store.sync("")

@@ -234,7 +234,7 @@ class Blocks:
         begins: first position of each stage.
         counts: counts per block of each stage, in the order of the sources.
 
-    Spec: page 60. Source: mixtures by integer counts per block, as in Levanter's `MixtureDataset`.
+    Spec: page 63. Source: mixtures by integer counts per block, as in Levanter's `MixtureDataset`.
 
     >>> blocks = Blocks(block=4, seed=0, begins=(0, 8), counts=((3, 1), (2, 2)))
     >>> blocks.sources_between(0, 12).tolist()

@@ -56,7 +56,7 @@ DataLoader (`ckptfmt.data.epoch_position`). With `per` ``worker``,
 each worker saves its own state under its own scope; with ``run``, all workers save the same state,
 which counts over all of them.
 
-The clauses, from REQ-CUR-001 on, are in ``spec/60-context.md``.
+The clauses, from REQ-CUR-001 on, are in ``spec/context/64-cursor.md``.
 """
 
 from __future__ import annotations

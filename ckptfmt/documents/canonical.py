@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from ckptfmt import limits
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents.fit import Fits, compile_schema
+from ckptfmt.documents.versions import EARLIER, is_known, known_members
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import READER_FEATURES
 
@@ -121,6 +122,7 @@ def parse_document(
             where=f"{where}#/signed/type",
             requirement="REQ-DOC-011",
         )
+    signed = known_members(signed, _members_of(signed["type"]))
     check_schema(signed["type"], signed, where=where)
     return signed, digest
 
@@ -139,10 +141,10 @@ def check_version(signed: dict[str, Any], where: str) -> None:
             where=f"{where}#/signed/format_version",
             requirement="REQ-DOC-011",
         )
-    if version != limits.FORMAT_VERSION:
+    if not is_known(version):
         raise err(
             Code.VERSION_UNSUPPORTED,
-            f"format {version!r}; this reader knows {limits.FORMAT_VERSION}",
+            f"format {version!r}; this reader knows 1.x and {' and '.join(EARLIER)}",
             where=f"{where}#/signed/format_version",
             requirement="REQ-DOC-010",
         )
@@ -367,6 +369,13 @@ def _fits(name: str) -> Fits:
     return compile_schema(_schema(name))
 
 
+@functools.cache
+def _members_of(name: str) -> frozenset[str]:
+    """Return the names of the members of a type of document, from its schema."""
+    return frozenset(_schema(name)["properties"])
+
+
+@functools.cache
 def _schema(name: str) -> Any:
     return _inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"])
 

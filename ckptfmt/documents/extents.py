@@ -41,7 +41,7 @@ class PredictionGroup:
 
     Attributes:
         kind: one of `GROUP_KINDS`.
-        rule: the prediction's parameters as a tree; see ``spec/56-prediction.md``.
+        rule: the prediction's parameters as a tree; see ``spec/companions/56-prediction.md``.
         reference: number of the reference at the start of the prediction; None if the kind needs
             no base.
         boxes: numbers of the boxes in the part, in the order of decoding.
@@ -225,8 +225,10 @@ RAW: Final = ENCODINGS.index("raw")
 #: The number of the encoding ``same``: blocks equal to the base's blocks.
 SAME: Final = ENCODINGS.index("same")
 _GRADIENT = ENCODINGS.index("gradient")
-_PLAIN: Final = [ENCODINGS.index(name) for name in sorted(PLAIN)]
-_NEEDS_BASE: Final = [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]
+#: For each encoding, whether the blocks are neither raw nor equal to the base, and whether the
+#: blocks need a base.
+_IS_ENCODED: Final = np.array([name not in PLAIN for name in ENCODINGS], np.bool_)
+_NEEDS_BASE: Final = np.array([name in NEEDS_BASE for name in ENCODINGS], np.bool_)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -372,7 +374,8 @@ class Extents:
     @property
     def is_encoded(self) -> NDArray[np.bool_]:
         """For each row, whether the blocks are neither raw nor equal to the base."""
-        return ~np.isin(self.encoding, _PLAIN)
+        encoded: NDArray[np.bool_] = _IS_ENCODED[self.encoding]
+        return encoded
 
     def order(self) -> NDArray[np.intp] | None:
         """Return the order that sorts the rows by box and block; None if they are sorted."""
@@ -399,14 +402,12 @@ class Extents:
         """Return the stored size of each extent in bytes."""
         first = self.block_begin * block_nbytes
         content = np.minimum(box_nbytes[self.box], first + self.block_count * block_nbytes) - first
-        ends = self.stored_ends
-        encoded = (
-            ends[self.stored_row + np.where(self.is_encoded, self.block_count, 0)]
-            - ends[self.stored_row]
-        )
-        found: Integers = np.where(
-            self.is_encoded, encoded, np.where(self.encoding == RAW, content, 0)
-        )
+        found: Integers = np.where(self.encoding == RAW, content, 0)
+        is_encoded = self.is_encoded
+        if is_encoded.any():
+            ends = self.stored_ends
+            first = self.stored_row[is_encoded]
+            found[is_encoded] = ends[first + self.block_count[is_encoded]] - ends[first]
         return found
 
 
@@ -500,7 +501,7 @@ def _parse_stored(columns: Columns, count: int) -> StoredBlocks:
 
 def count_stored(encoding: Integers, block_count: Integers) -> Integers:
     """Return the number of encoded blocks of each extent: its rows in the stored blocks."""
-    found: Integers = np.where(np.isin(encoding, _PLAIN), 0, block_count)
+    found: Integers = np.where(_IS_ENCODED[encoding], block_count, 0)
     return found
 
 
@@ -517,7 +518,7 @@ def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table
         raise table.broken(
             "file", "a block is stored where its encoding doesn't allow it", "REQ-DEL-004"
         )
-    needs_base = np.isin(found.encoding, _NEEDS_BASE)
+    needs_base = _NEEDS_BASE[found.encoding]
     if (found.predicted & (~needs_base | (found.encoding == SAME))).any():
         raise table.broken(
             "predicted", "a predicted block has an encoding without a base", "REQ-DEL-006"
@@ -538,6 +539,8 @@ def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, column
     Spec: REQ-DEL-005.
     """
     encoded = np.flatnonzero(rows.is_encoded)
+    if not len(encoded):
+        return
     blocks = rows.block_count[encoded]
     number = spread(rows.block_begin[encoded], blocks)
     nbytes = np.minimum(

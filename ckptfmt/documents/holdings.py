@@ -22,6 +22,7 @@ from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import (
     Columns,
     Integers,
+    Strings,
     dump_packed,
     dump_strings,
     fold,
@@ -89,7 +90,7 @@ class Boxes:
     def box_nbytes(self) -> Integers:
         """Return the size of each box in bytes."""
         nbytes: Integers = (
-            _products(self.box_shape, self.table.ndim[self.owner])
+            products(self.box_shape, self.table.ndim[self.owner])
             * self.table.element_nbytes[self.owner]
         )
         return nbytes
@@ -108,15 +109,18 @@ class Boxes:
         }
 
 
-def parse_boxes(columns: Columns, *more: str) -> tuple[Boxes, Columns]:
+def parse_boxes(
+    columns: Columns, *more: str, known: dict[bytes, TensorTable] | None = None
+) -> tuple[Boxes, Columns]:
     """Return the boxes from the columns of `Boxes.as_dict`, and the columns of the tensors.
 
     Args:
         more: names of further columns of the tensors.
+        known: see `tables.parse_tensor_table`.
 
     Raises: FormatError.
     """
-    table, rows = parse_table(columns, "box_count", *more)
+    table, rows = parse_table(columns, "box_count", *more, known=known)
     box_count = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
     number_count = int((box_count * table.ndim).sum())
     boxes = columns.columns("boxes", ("begin", "box_shape"))
@@ -293,7 +297,7 @@ def parse_holdings(
     digest_count = boxes.packed("digest_count", count=count)
     digests = columns.digests("digests", count=total_of(digest_count))
     element_nbytes = np.repeat(table.element_nbytes, box_count)
-    elements = _products(box_shape, np.repeat(table.ndim, box_count))
+    elements = products(box_shape, np.repeat(table.ndim, box_count))
     blocks = -(-elements // (block_nbytes // element_nbytes))
     owner = np.repeat(np.arange(len(box_count)), box_count)
     rows = parse_extents(
@@ -365,7 +369,7 @@ def _of_boxes(flattened: Integers, ndim: Integers, box_count: Integers) -> Integ
     return of_boxes
 
 
-def _products(flattened: Integers, ndim: Integers) -> Integers:
+def products(flattened: Integers, ndim: Integers) -> Integers:
     """Return the product of the entries of each box; 1 for a box without dimensions."""
     products = np.ones(len(ndim), np.int64)
     offsets = np.cumsum(ndim) - ndim
@@ -391,7 +395,7 @@ class Structure(Boxes):
         replica: for each tensor, whether its pieces are declared replicas.
     """
 
-    declared_by: Sequence[str]
+    declared_by: Strings
     replica: Sequence[bool]
 
     def dump(self) -> tuple[bytes, bytes]:
@@ -401,19 +405,23 @@ class Structure(Boxes):
         """
         signed = self.as_dict()
         signed["tensors"] |= {
-            "declared_by": dump_strings(self.declared_by),
+            "declared_by": dump_strings(self.declared_by.tolist()),
             "replica": dump_packed(self.replica),
         }
         return dump_packed_document(signed)
 
     @classmethod
-    def parse(cls, content: bytes) -> Structure:
+    def parse(cls, content: bytes, *, known: dict[bytes, TensorTable] | None = None) -> Structure:
         """Return the structure from the bytes of `dump`.
+
+        Args:
+            known: a cache of the tables of other structures; see `tables.parse_tensor_table`.
 
         Raises: FormatError; IntegrityError(DOC_DIGEST).
         """
         signed, _, _ = parse_packed_document(content, where=_STRUCTURE)
-        boxes, rows = parse_boxes(Columns(signed, BOXES_KEYS, _STRUCTURE), "declared_by", "replica")
+        columns = Columns(signed, BOXES_KEYS, _STRUCTURE)
+        boxes, rows = parse_boxes(columns, "declared_by", "replica", known=known)
         count = len(boxes.box_count)
         return cls(
             **boxes.members(),
@@ -423,7 +431,7 @@ class Structure(Boxes):
 
     def iter_pieces(self) -> Iterator[tuple[TensorKey, Box, str, int]]:
         """Yield key, box, declarer (see `declared_by`), and size in bytes of each piece."""
-        declared = self.declared_by[:]
+        declared = self.declared_by.tolist()
         boxes = zip(self.owner.tolist(), self.list_boxes(), self.box_nbytes().tolist(), strict=True)
         for row, box, nbytes in boxes:
             yield self.table.keys[row], box, declared[row], nbytes

@@ -22,6 +22,7 @@ from ckptfmt.documents.msgpk import Weight, dump_packed_document, parse_packed_d
 from ckptfmt.documents.packed import Columns, Integers, RowBudget, dump_packed
 from ckptfmt.documents.sharding import Sharding, parse_shardings, sharding_columns
 from ckptfmt.documents.tables import TensorKey, TensorTable
+from ckptfmt.documents.versions import known_members
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
@@ -156,7 +157,7 @@ _INDEX_KEYS: Final = (
 
 def _parse_index(signed: dict[str, Any], where: str, budget: RowBudget) -> Index:
     check_version(signed, where)
-    columns = Columns(signed, _INDEX_KEYS, where, budget=budget)
+    columns = Columns(known_members(signed, _INDEX_KEYS), _INDEX_KEYS, where, budget=budget)
     if columns.any("type") != "index":
         raise err(
             Code.DOC_SCHEMA, "not an index", where=columns.place("type"), requirement="REQ-DOC-011"

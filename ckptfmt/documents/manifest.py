@@ -312,11 +312,12 @@ def _check_profile(
 ) -> None:
     """Raise unless features, references and summaries fit the profile.
 
-    Spec: REQ-MAN-005, REQ-DEL-001.
+    Spec: REQ-MAN-005, REQ-DEL-001, REQ-DEL-027.
     """
     features = signed["features"]["reader"]
     is_delta = signed["profile"] == "delta"
     stored = [field.stored_nbytes is not None for field in fields.values() if field.reason is None]
+    clause = "REQ-MAN-005"
     if (
         is_of_delta(features) != is_delta
         or (is_delta and DELTAS not in features)
@@ -325,8 +326,11 @@ def _check_profile(
         problem = f"features {', '.join(features) or 'none'}"
     elif references and not is_delta:
         problem = "references"
-    elif any(has != is_delta for has in stored):
-        problem = "a field with stored_nbytes" if any(stored) else "a field without stored_nbytes"
+    elif is_delta and not all(stored):
+        problem = "a field without stored_nbytes"
+        clause = "REQ-DEL-027"
+    elif any(stored) and not is_delta:
+        problem = "a field with stored_nbytes"
     else:
         check_references(references, f"{where}#/signed/references")
         return
@@ -334,7 +338,7 @@ def _check_profile(
         Code.PROFILE_MISMATCH,
         f"{problem} in a {signed['profile']} checkpoint",
         where=f"{where}#/signed/profile",
-        requirement="REQ-MAN-005",
+        requirement=clause,
     )
 
 

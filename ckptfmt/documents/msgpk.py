@@ -3,7 +3,7 @@
 All values are counted before any object is built: otherwise ten megabytes of empty arrays would
 become hundreds of megabytes of Python objects.
 
-Spec: REQ-DOC-020 to REQ-DOC-030.
+Spec: REQ-DOC-020 to REQ-DOC-031.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def check_msgpack(
 ) -> None:
     """Check the values of `content` without building objects.
 
-    Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023.
+    Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023, REQ-DOC-031.
     """
     count_items(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
 
@@ -321,6 +321,7 @@ def count_items(
     Raises: as `parse_msgpack`.
     """
     at = items = containers = 0
+    is_table = limit_containers is not None
     # Values left in the innermost container, and in those around it.
     left = 1
     open_counts = list[int]()
@@ -333,12 +334,12 @@ def count_items(
             left -= run.end() - at
             at = run.end()
             if items > limit_items:
-                raise _too_many(limit_items, "values", where)
+                raise _too_many(limit_items, "values", where, is_table=is_table)
             continue
         left -= 1
         items += 1
         if items > limit_items:
-            raise _too_many(limit_items, "values", where)
+            raise _too_many(limit_items, "values", where, is_table=is_table)
         at, children = _step(content, at, where)
         if children < 0:
             continue
@@ -352,7 +353,7 @@ def count_items(
             )
         containers += 1
         if limit_containers is not None and containers > limit_containers:
-            raise _too_many(limit_containers, "arrays and maps", where)
+            raise _too_many(limit_containers, "arrays and maps", where, is_table=True)
         open_counts.append(left)
         left = children
         if len(open_counts) > limits.MSGPACK_DEPTH:
@@ -372,10 +373,10 @@ def count_items(
     return items
 
 
-def _too_many(most: int, what: str, where: str) -> CkptError:
-    return err(
-        Code.LIMIT_EXCEEDED, f"more than {most} {what}", where=where, requirement="REQ-DOC-023"
-    )
+def _too_many(most: int, what: str, where: str, *, is_table: bool) -> CkptError:
+    """Return the error of too many values: `is_table` in an index or part, else in a tree."""
+    clause = "REQ-DOC-031" if is_table else "REQ-DOC-023"
+    return err(Code.LIMIT_EXCEEDED, f"more than {most} {what}", where=where, requirement=clause)
 
 
 def _step(content: bytes, at: int, where: str) -> tuple[int, int]:

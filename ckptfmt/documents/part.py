@@ -28,12 +28,13 @@ from ckptfmt.documents.manifest import Origin, Reference, failure_path
 from ckptfmt.documents.msgpk import (
     Weight,
     count_items,
-    dump_mapless,
     dump_packed_document,
     parse_packed_document,
 )
 from ckptfmt.documents.packed import Columns, RowBudget, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
+from ckptfmt.documents.tree import repack_tree
+from ckptfmt.documents.versions import UNPACKED, known_members, pack_header
 from ckptfmt.errors import CkptError, Code, FormatError, err
 from ckptfmt.features import CACHES, FROZEN, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
 
@@ -41,7 +42,7 @@ from ckptfmt.features import CACHES, FROZEN, LABELS, OF_ANY_PROFILE, SUSPECT, is
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
 
 #: The first bytes of a pack: a name for people and for tools that guess kinds of files.
-PACK_HEADER: Final = b"ckptfmt pack 0.10\n".ljust(64, b"\0")
+PACK_HEADER: Final = pack_header()
 
 #: Longest text of a failure record in characters, equal to the longest reason.
 _TEXT_LENGTH: Final = 1000
@@ -268,12 +269,13 @@ def _parse_part(
     signed: dict[str, Any], where: str, known: dict[bytes, TensorTable], most: Weight
 ) -> Part:
     check_version(signed, where)
+    version = signed["format_version"]
     features = signed["features"]["reader"]
     is_delta = is_of_delta(features)
     behind = {LABELS: ("metrics", "tags"), CACHES: ("durability",), SUSPECT: ("suspect",)}
     added = (key for feature, keys in behind.items() if feature in features for key in keys)
     keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *added)
-    columns = Columns(signed, keys, where, budget=RowBudget(most))
+    columns = Columns(known_members(signed, keys), keys, where, budget=RowBudget(most))
     if columns.any("type") != "part":
         raise err(
             Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011"
@@ -300,7 +302,7 @@ def _parse_part(
         raise err(Code.DOC_SCHEMA, detail, where=place, requirement="REQ-PRT-014")
     durability = parse_durability(signed, features, origin.run_id, where)
     scopes = tables.check_scopes(columns)
-    files = _parse_files(columns, origin, writer, is_delta=is_delta)
+    files = _parse_files(columns, origin, writer, pack_header(version) if is_delta else None)
     references = extents.parse_references(columns)
     held = _parse_holdings(
         columns, origin, scopes, files, known, reference_count=len(references) if is_delta else None
@@ -308,6 +310,8 @@ def _parse_part(
     groups = _parse_groups(columns, held, len(references)) if is_delta else ()
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "state")), scopes)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "value")), scopes)
+    if version == UNPACKED:
+        streams, leaves = _repack(streams, leaves)
     if has_frozen_leaves(leaves) != (FROZEN in features):
         detail = f"{FROZEN!r} is listed exactly if there are references to a frozen base"
         raise err(
@@ -332,6 +336,16 @@ def _parse_part(
         groups=groups,
         labels=labels,
         durability=durability,
+    )
+
+
+def _repack(
+    streams: Sequence[RngStream], leaves: Sequence[Leaf]
+) -> tuple[tuple[RngStream, ...], tuple[Leaf, ...]]:
+    """Return streams and leaves of format 0.9 with the trees of format 1.0."""
+    return (
+        tuple(dataclasses.replace(one, state=repack_tree(one.state)) for one in streams),
+        tuple(dataclasses.replace(one, value=repack_tree(one.value)) for one in leaves),
     )
 
 
@@ -417,8 +431,9 @@ def _check_predicted(table: Columns, held: Holdings, groups: Sequence[Prediction
 
 
 def _parse_files(
-    columns: Columns, origin: Origin, writer: int, *, is_delta: bool
+    columns: Columns, origin: Origin, writer: int, header: bytes | None
 ) -> tuple[PartFile, ...]:
+    """Return the files of a part. `header` is the header of packs; None for a full part."""
     table = columns.columns("files", _FILE_KEYS)
     names = table.strings("name").tolist()
     table.check_increasing("name", names)
@@ -432,7 +447,7 @@ def _parse_files(
                 requirement="REQ-CKP-001",
             )
     kinds = table.strings("kind", count=len(names)).tolist()
-    known = FILE_KINDS if is_delta else ("safetensors",)
+    known = ("safetensors",) if header is None else FILE_KINDS
     if any(
         kind not in known or not name.endswith(FILE_KINDS[kind])
         for kind, name in zip(kinds, names, strict=True)
@@ -444,8 +459,9 @@ def _parse_files(
     ).tolist()
     joined = table.digests("header_digest", count=len(names))
     digests = [digest_at(joined, number) for number in range(len(names))]
-    for kind, header, digest in zip(kinds, header_nbytes, digests, strict=True):
-        if kind == "pack" and (header, digest) != (len(PACK_HEADER), digest_bytes(PACK_HEADER)):
+    pack = (len(header or b""), digest_bytes(header or b""))
+    for kind, *pair in zip(kinds, header_nbytes, digests, strict=True):
+        if kind == "pack" and tuple(pair) != pack:
             raise table.broken("header_digest", "a pack begins with another header", "REQ-DEL-012")
     return tuple(
         PartFile(name=name, kind=kind, nbytes=total, header_nbytes=header, header_digest=digest)
@@ -468,7 +484,8 @@ def _parse_holdings(
     reference_count: int | None,
 ) -> Holdings:
     rows = columns.columns("tensors", (*tables.TENSOR_KEYS, "box_count"))
-    table = _parse_table(columns, rows, scopes, known)
+    aliases = columns.columns("aliases", ("tensor", "name"))
+    table = tables.parse_tensor_table(rows, aliases, scopes, columns, known=known)
     counts = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
     box_count = total_of(counts)
     if box_count > limits.BOXES:
@@ -493,25 +510,6 @@ def _parse_holdings(
         encodings=extents.parse_encodings(columns),
         reference_count=reference_count,
     )
-
-
-def _parse_table(
-    columns: Columns, rows: Columns, scopes: list[str], known: dict[bytes, TensorTable]
-) -> TensorTable:
-    aliases = columns.columns("aliases", ("tensor", "name"))
-    columns_of_all = (
-        aliases.any("tensor"),
-        aliases.any("name"),
-        *(rows.any(key) for key in tables.TENSOR_KEYS),
-    )
-    same = dump_mapless([scopes, columns.any("dtypes"), columns_of_all])
-    table = known.get(same)
-    if table is not None:
-        row_count = len(table.keys) + sum(map(len, table.aliases))
-        rows.take("name", rows=row_count, extents=len(table.extents))
-    else:
-        table = known[same] = tables.parse_tensor_table(rows, aliases, scopes, columns)
-    return table
 
 
 def _parse_streams(table: Columns, scopes: list[str]) -> tuple[RngStream, ...]:

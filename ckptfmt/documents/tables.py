@@ -14,10 +14,20 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string, head_of
 from ckptfmt.documents.manifest import FIELDS, Origin, check_membership
-from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, make_integers
+from ckptfmt.documents.msgpk import dump_mapless
+from ckptfmt.documents.packed import (
+    Columns,
+    Integers,
+    dump_packed,
+    dump_strings,
+    make_integers,
+    parse_packed,
+)
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, err
 
@@ -178,17 +188,21 @@ def dump_table(table: TensorTable) -> dict[str, Any]:
     return {"scopes": scopes, "dtypes": dtypes, "tensors": tensors, "aliases": alias_columns(table)}
 
 
-def parse_table(columns: Columns, *more: str) -> tuple[TensorTable, Columns]:
+def parse_table(
+    columns: Columns, *more: str, known: dict[bytes, TensorTable] | None = None
+) -> tuple[TensorTable, Columns]:
     """Return the table from the columns of `dump_table`, and the columns of its tensors.
 
     Args:
         more: names of further columns of the tensors.
+        known: see `parse_tensor_table`.
 
     Raises: the errors of `parse_tensor_table`.
     """
     rows = columns.columns("tensors", (*TENSOR_KEYS, *more))
     aliases = columns.columns("aliases", ("tensor", "name"))
-    return parse_tensor_table(rows, aliases, check_scopes(columns), columns), rows
+    scopes = check_scopes(columns)
+    return parse_tensor_table(rows, aliases, scopes, columns, known=known), rows
 
 
 #: The members of `dump_table`.
@@ -197,7 +211,12 @@ TENSOR_KEYS: Final = ("field", "name", "scope", "dtype", "ndim", "global_shape",
 
 
 def parse_tensor_table(
-    table: Columns, aliases: Columns, scopes: list[str], dtypes: Columns
+    table: Columns,
+    aliases: Columns,
+    scopes: list[str],
+    dtypes: Columns,
+    *,
+    known: dict[bytes, TensorTable] | None = None,
 ) -> TensorTable:
     """Return a table of tensors and their aliases.
 
@@ -206,10 +225,33 @@ def parse_tensor_table(
         aliases: columns of the aliases.
         scopes: scopes of the document.
         dtypes: the document, for its member `dtypes`.
+        known: a cache of the tables of other documents, to which new tables are added. The writers
+            of a launch usually have one table, which is then parsed once, and is one object.
 
     Raises: FormatError(COLUMN_FORM, COLUMN_ORDER, LIMIT_EXCEEDED).
     Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-007.
     """
+    if known is None:
+        return _parse_tensor_table(table, aliases, scopes, dtypes)
+    columns = (
+        aliases.any("tensor"), aliases.any("name"), *(table.any(key) for key in TENSOR_KEYS)
+    )  # fmt: skip
+    # Only the scopes of tensors: each writer of a launch has RNG streams in a scope of its own.
+    numbers = np.unique(parse_packed(table.any("scope"), table.place("scope"))).tolist()
+    own = [(number, scope) for number, scope in enumerate(scopes) if number in numbers]
+    same = dump_mapless([own, len(own) == len(numbers), dtypes.any("dtypes"), columns])
+    found = known.get(same)
+    if found is None:
+        found = known[same] = _parse_tensor_table(table, aliases, scopes, dtypes)
+    else:
+        row_count = len(found.keys) + sum(map(len, found.aliases))
+        table.take("name", rows=row_count, extents=len(found.extents))
+    return found
+
+
+def _parse_tensor_table(
+    table: Columns, aliases: Columns, scopes: list[str], dtypes: Columns
+) -> TensorTable:
     known = _parse_dtypes(dtypes)
     names = table.strings("name")
     count = len(names)
@@ -250,9 +292,15 @@ def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, objec
     """Return the common columns of RNG streams in index and parts."""
     return {
         "name": dump_strings([stream.name for stream in streams]),
-        "scope": dump_packed([scopes.index(stream.scope) for stream in streams]),
+        "scope": dump_packed(_number_scopes(streams, scopes)),
         "kind": dump_strings([stream.kind for stream in streams]),
     }
+
+
+def _number_scopes(rows: Sequence[Any], scopes: list[str]) -> list[int]:
+    """Return the number of each row's scope. There may be as many scopes as processes."""
+    numbers = {scope: number for number, scope in enumerate(scopes)}
+    return [numbers[row.scope] for row in rows]
 
 
 def parse_stream_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]:
@@ -274,7 +322,7 @@ def leaf_columns(leaves: Sequence[Any], scopes: list[str]) -> dict[str, object]:
     return {
         "field": dump_packed([FIELDS.index(leaf.field) for leaf in leaves]),
         "name": dump_strings([leaf.name for leaf in leaves]),
-        "scope": dump_packed([scopes.index(leaf.scope) for leaf in leaves]),
+        "scope": dump_packed(_number_scopes(leaves, scopes)),
     }
 
 

@@ -141,6 +141,54 @@ def parse_tree(content: bytes, *, where: str) -> Any:
     return _decode(parse_msgpack(content, where=where, limit_items=limits.TREE_ITEMS), where)
 
 
+#: The tags of packed lists, by the tags of lists with an entry each.
+_PACKED_TAGS: Final = {"l": "L", "t": "U", "q": "Q"}
+#: The tags of other values whose entries are trees.
+_OTHER_TAGS: Final = frozenset("dOCsz")
+
+
+def repack_tree(content: bytes) -> bytes:
+    """Return a tree of format 0.9, which packs no lists, in the form of format 1.0.
+
+    Bytes without the form of a tree are returned as given: the reader of the tree names the fault.
+    """
+    try:
+        value = parse_msgpack(content, where="", limit_items=limits.TREE_ITEMS)
+    except FormatError:
+        return content
+    return dump_mapless(_repacked(value))
+
+
+def _repacked(node: Any) -> Any:
+    """Return a node of a tree with packed lists. A node without the form of a tree stays."""
+    if not isinstance(node, list) or not node or not isinstance(node[0], str):
+        return node
+    tag, *items = node
+    if tag in _PACKED_TAGS.values():
+        return ["", *items]  # no tag of 0.9, and none of any version
+    if tag not in _PACKED_TAGS and tag not in _OTHER_TAGS:
+        return node
+    before = items[:1] if tag == "q" else []
+    entries = [_repacked(item) for item in items[len(before) :]]
+    if tag in ("s", "z") and _increases(items):
+        entries.sort(key=dump_mapless)
+    packed = pack_items([_plain(entry) for entry in entries]) if tag in _PACKED_TAGS else None
+    return [tag, *before, *entries] if packed is None else [_PACKED_TAGS[tag], *before, *packed]
+
+
+def _increases(entries: list[Any]) -> bool:
+    """Return whether trees are sorted as byte strings."""
+    return all(before < after for before, after in itertools.pairwise(map(dump_mapless, entries)))
+
+
+def _plain(entry: Any) -> Any:
+    """Return the float of an entry with the form of a float; any other entry as given."""
+    match entry:
+        case ["f", bytes(content)] if len(content) == 8:
+            return struct.unpack("<d", content)[0]
+    return entry
+
+
 def is_near_limit(content: bytes) -> bool:
     """Return whether a dumped tree uses more than half of the allowed bytes or values."""
     if len(content) <= limits.TREE_ITEMS // 2:  # a value takes at least one byte

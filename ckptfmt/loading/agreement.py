@@ -9,6 +9,7 @@ from ckptfmt.errors import Code, StateError, err
 from ckptfmt.group import Group
 from ckptfmt.read.files import ReadTries, ReplacedError, replaced
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.reading import DamagedMemoryError, damaged_memory
 from ckptfmt.state import place_of
 
 
@@ -23,7 +24,8 @@ class JointStep:
         checkpoint: the checkpoint to load.
 
     Raises: the step's own exception; on the other processes as `Group.raise_together`;
-        ReplacedError on all processes if any process raises ReplacedError. Spec: REQ-OPN-013.
+        ReplacedError or DamagedMemoryError on all processes if any process raises this error and
+        no process has an error without another try. Spec: REQ-OPN-013.
     """
 
     def __init__(self, group: Group, checkpoint: Checkpoint) -> None:
@@ -38,9 +40,15 @@ class JointStep:
             return
         failed = self._find_cause(error)
         is_replaced = isinstance(failed, ReplacedError)
-        told = self._group.raise_together(None if is_replaced else failed, value=is_replaced)
-        if any(told):
-            raise failed if failed is not None else replaced(self._checkpoint.digest)
+        is_damaged = isinstance(failed, DamagedMemoryError)
+        told = self._group.raise_together(
+            None if is_replaced or is_damaged else failed,
+            value={"replaced": is_replaced, "damaged": is_damaged},
+        )
+        if any(theirs["replaced"] for theirs in told):
+            raise failed if is_replaced and failed else replaced(self._checkpoint.digest)
+        if any(theirs["damaged"] for theirs in told):
+            raise failed or damaged_memory("a block")
 
     def _find_cause(self, error: Exception | None) -> Exception | None:
         """Return the error to exchange: ReplacedError if the checkpoint was replaced meanwhile.

@@ -11,6 +11,7 @@ from ckptfmt.group import Group
 from ckptfmt.loading.load_report import LoadReport
 from ckptfmt.loading.restore import load_once
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.signing.trust import Trust
 from ckptfmt.state import INIT_FROM, State
 from ckptfmt.store.protocol import Store
 
@@ -27,10 +28,11 @@ class InitFrom:
             loads everything, and the run continues from the checkpoint's step.
         rename, allow: see `ckptfmt.load`.
         digest: expected manifest digest; None for any.
+        require_signature: see `ckptfmt.open`.
 
     >>> InitFrom("imported", rename={"encoder": "backbone"})
     InitFrom(path='imported', only='weights:*', rename={'encoder': 'backbone'}, allow=(),
-    digest=None)
+    digest=None, require_signature=None)
     """
 
     path: str | os.PathLike[str] | Store = dataclasses.field(kw_only=False)
@@ -38,6 +40,7 @@ class InitFrom:
     rename: Rename = None
     allow: Allow = ()
     digest: str | None = None
+    require_signature: Trust | str | os.PathLike[str] | None = None
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Store | InitFrom | None) -> InitFrom | None:

@@ -36,7 +36,8 @@ class LoadReport:
             didn't ask for, as ``not in State: ...`` and ``left out by only=: ...``.
         downgrades: tensors and values that were loaded in another form than saved; also in
             `lowered_by`.
-        notes: changes to report without effect on the claim.
+        notes: changes to report without effect on the claim; ``MEMORY_DAMAGED: ...`` if files were
+            read in place of damaged memory.
         config_differences: path, saved value and live value. Configuration is never loaded.
         values: loaded values without a mutable container, by field and name. If a field of the
             State is such a value, the field is set to the loaded value as well.

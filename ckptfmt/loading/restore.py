@@ -72,6 +72,7 @@ def load_once(
     share: bool = False,
     memory: Memory | None = None,
     goes_back: bool = False,
+    lends: bool = False,
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
@@ -93,10 +94,12 @@ def load_once(
         share: whether one process reads data for several processes, and sends the data to them.
         memory: see `Checkpoint.plan_reading`.
         goes_back: see `LoadPlan`.
+        lends: whether processes with contents in memory send the contents to the others.
 
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different
         checkpoints; StateError(PEER_FAILED) if another process refused; ReplacedError on all
-        processes if the checkpoint was replaced during the load.
+        processes if the checkpoint was replaced during the load; DamagedMemoryError on all
+        processes if lent contents differ from their digests.
     """
     allow = check_allow(allow)
     step = JointStep(group, checkpoint)
@@ -123,8 +126,12 @@ def load_once(
         restoration.check(*_find_untaken(told))
         reading = restoration.plan_reading(memory)
     with contextlib.ExitStack() as stack:
-        if share and group.writer_count > 1:
-            reading.share(stack.enter_context(_open_peers(group)))
+        if (share or lends) and group.writer_count > 1:
+            peers = stack.enter_context(_open_peers(group))
+            if lends:
+                reading.lend(peers, memory)
+            if share:
+                reading.share(peers)
         with step:
             reads = reading.run()
             report = restoration.apply(reads, streams=streams)

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
 from ckptfmt.documents.manifest import Reference
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
-from ckptfmt.group import Group
+from ckptfmt.group import Group, attempt
+from ckptfmt.loop.rewinding import choose_save
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
@@ -29,6 +31,8 @@ from ckptfmt.run.node_cache import (
     plan_fetch,
     plan_finish,
 )
+from ckptfmt.signing.signer import Signer
+from ckptfmt.signing.trust import Trust
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
@@ -45,6 +49,19 @@ _CACHE_REMEDY: Final = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """The memory of a process that goes on with other processes.
+
+    Attributes:
+        common: attempts with the contents of all processes in the memory of this process.
+        problem: the reason for which this process can't go on, to be raised on all processes.
+    """
+
+    common: list[str]
+    problem: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """A begun launch.
 
@@ -56,6 +73,7 @@ class Taken:
         reports: one sentence for each unusable part of this node's cache.
         seconds: duration of the start.
         waited_s: time for which process 0 waited for savers, in seconds; 0 on other processes.
+        lends: whether processes with contents in memory lend the contents to other processes.
     """
 
     launch: Launch
@@ -65,6 +83,7 @@ class Taken:
     reports: list[str]
     seconds: float
     waited_s: float
+    lends: bool = False
 
 
 def take_launch(
@@ -77,8 +96,16 @@ def take_launch(
     cache: Cache | None,
     trusted: Collection[str] = (),
     after: int | None = None,
+    survivor: Survivor | None = None,
+    known: int = 0,
+    on_begun: Callable[[int], None] | None = None,
+    signer: Signer | None = None,
+    require_signature: Trust | None = None,
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
+
+    Where some processes go on, and others take the places of lost processes, the launch follows the
+    lineage. Only a function in `resume` has an effect there.
 
     Args:
         store: store rooted at the run.
@@ -90,36 +117,66 @@ def take_launch(
         cache: cache of this node; None if no process has a cache.
         trusted: attempts whose contents all processes have in memory.
         after: number of the launch of these processes that goes back; None for a start.
+        survivor: for a process that goes on with other processes; None for any other process.
+        known: number of the newest launch that this process knows; 0 before the first.
+        on_begun: called on process 0 with the number of the begun launch.
+        signer: signs the saves that are completed from caches.
+        require_signature: see `begin_launch`.
 
-    Raises: as `Checkpointer.choose`.
+    Raises: as `Checkpointer.choose`; IntegrityError(NOT_COMMITTED) if processes go on, and there is
+        no save to go back to.
     Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
     """
     begin_s = time.monotonic()
     reports: list[str] = []
     opened: list[Checkpoint] = []
     waited_s: list[float] = []
-    waited = _run_on_first(
-        group, lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s)
+    waited, joined = _meet(
+        group,
+        survivor,
+        known,
+        lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s),
     )
-
+    if joined is not None:
+        trusted = joined.trusted
+        after = joined.launch
     finish: _Finish | None = None
     names: list[str] = []
     reading = store
     if cache is not None:
-        finish = _Finish(store, group, cache, waited["run_id"], reports)
+        finish = _Finish(store, group, cache, waited["run_id"], reports, signer=signer)
         names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
-    chosen = resume if isinstance(resume, str) else resume()
+    if not isinstance(resume, str):
+        chosen = resume()
+    elif joined is not None:
+        chosen = group.run_on_first(lambda: choose_save(store, None))
+    else:
+        chosen = resume
     if finish is not None:
         finish.fetch(None if chosen == "auto" else chosen)
         reading = finish.reading()
     told = _run_on_first(
         group,
-        lambda: _begin(reading, waited, chosen, names, opened, trusted=trusted, after=after),
+        lambda: _begin(
+            reading,
+            waited,
+            chosen,
+            names,
+            opened,
+            trusted=trusted,
+            after=after,
+            on_begun=on_begun,
+            require_signature=require_signature,
+        ),
     )
     if finish is not None:
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
     found = None if named is None else Reference(**named)
+    if joined is not None and found is None:
+        detail = "processes go on with others, and a healer has chosen a fresh start"
+        remedy = "Start all processes again."
+        raise err(Code.NOT_COMMITTED, detail, where=store.name, remedy=remedy)
     checkpoint: Checkpoint | None = None
     if found is not None:
         # Process 0 opened the checkpoint for verification. The same object is loaded, so that no
@@ -137,17 +194,76 @@ def take_launch(
         reports=reports,
         seconds=time.monotonic() - begin_s,
         waited_s=sum(waited_s),
+        lends=joined is not None and joined.lends,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Joined:
+    """The knowledge and memory of all processes of a launch that goes on.
+
+    Attributes:
+        launch: number of the newest launch known to a process.
+        trusted: attempts with the contents of all processes in the memory of a process that lends
+            the contents.
+        lends: see `Taken`.
+    """
+
+    launch: int
+    trusted: frozenset[str]
+    lends: bool
+
+
+def _meet(
+    group: Group, survivor: Survivor | None, known: int, action: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], _Joined | None]:
+    """Run an action on process 0, and return the result on all, with the survivors' knowledge.
+
+    Returns: the result; None instead of the second value if no process goes on, as at a start.
+    Raises: as `Group.run_on_first`.
+    """
+    result, error = attempt(action) if group.writer == 0 else (None, None)
+    mine: dict[str, Any] = {"opened": result, "known": known}
+    if survivor is not None:
+        mine["common"] = survivor.common
+        error = survivor.problem or error
+    told = group.raise_together(error, value=mine)
+    if any(not isinstance(theirs, dict) or "known" not in theirs for theirs in told):
+        raise _diverged()
+    opened = _check_opened(told[0]["opened"])
+    survivors = [theirs for theirs in told if "common" in theirs]
+    if not survivors:
+        return opened, None
+    # Contents are sent by torch.distributed. The option `agree` may connect other processes.
+    lends = all(group.all_gather(_is_connected(group)))
+    common = {name for theirs in survivors for name in theirs["common"]}
+    return opened, _Joined(
+        launch=max(theirs["known"] for theirs in told),
+        trusted=frozenset(common if lends else ()),
+        lends=lends,
+    )
+
+
+def _is_connected(group: Group) -> bool:
+    side = torch_side()
+    return side is not None and side.find_rank() == (group.writer, group.writer_count)
+
+
+def _diverged() -> CkptError:
+    detail = "the writers aren't at the same point"
+    return err(Code.WRITERS_DIVERGED, detail, requirement="REQ-CMT-001")
+
+
+def _check_opened(told: Any) -> dict[str, Any]:
+    """Return a value from process 0. Raises: LayoutError(WRITERS_DIVERGED) if it isn't as sent."""
+    if not isinstance(told, dict) or "writer_features" not in told:
+        raise _diverged()
+    return told
 
 
 def _run_on_first(group: Group, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run an action on process 0, and return its result on all. Raises: as `Group.run_on_first`."""
-    told = group.run_on_first(action)
-    if not isinstance(told, dict) or "writer_features" not in told:
-        raise err(
-            Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001"
-        )
-    return told
+    return _check_opened(group.run_on_first(action))
 
 
 def _open_and_wait(
@@ -198,13 +314,16 @@ def _begin(
     *,
     trusted: Collection[str],
     after: int | None,
+    on_begun: Callable[[int], None] | None,
+    require_signature: Trust | None,
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
         names: names of the checkpoints with files in caches.
         opened: list to which the chosen open checkpoint is added.
-        trusted, after: see `take_launch`.
+        trusted, after, require_signature: see `take_launch`.
+        on_begun: called with the number of the launch.
     """
     passed_over: list[str] = waited["passed_over"]
 
@@ -222,7 +341,10 @@ def _begin(
         on_passed_over=note,
         trusted=trusted,
         after=after,
+        require_signature=require_signature,
     )
+    if on_begun is not None:
+        on_begun(launch.launch)
     if checkpoint is not None:
         opened.append(checkpoint)
     committed = list_committed(store, names)
@@ -248,11 +370,19 @@ class _Finish:
     """
 
     def __init__(
-        self, store: Store, group: Group, options: Cache, run_id: str, reports: list[str]
+        self,
+        store: Store,
+        group: Group,
+        options: Cache,
+        run_id: str,
+        reports: list[str],
+        *,
+        signer: Signer | None,
     ) -> None:
         self._store = store
         self._group = group
         self._reports = reports
+        self._signer = signer
         self._cache: NodeCache | None = None
         #: The parts in each process's cache: name, attempt and writer of each part.
         self._parts: list[list[list[Any]]] = []
@@ -278,7 +408,9 @@ class _Finish:
                 [name, attempt_id, writer, process] for name, attempt_id, writer, _, process in plan
             ]
             self._group.together(lambda: self._copy(rows, NodeCache.upload))
-            for problem in self._group.run_on_first(lambda: commit_finished(self._store, plan)):
+            for problem in self._group.run_on_first(
+                lambda: commit_finished(self._store, plan, self._signer)
+            ):
                 self._report(problem)
         return sorted({name for theirs in told for name in theirs[1]})
 

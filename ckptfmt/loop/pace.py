@@ -216,6 +216,15 @@ class Pace:
         self._rewinds = saved_step, count + 1 if step == saved_step else 1
         return None if is_bounded and self._rewinds[1] > _REWINDS else self.alarm
 
+    def forget_stop(self) -> None:
+        """Ask all processes anew about a signal to stop: some of the processes are new.
+
+        A signal that this process has met stops all processes at the end of the next step.
+        """
+        self.stopped = False
+        self._stop_s = math.inf
+        self.signals.is_agreed = False
+
     def forget_alarm(self) -> None:
         """Forget the alarm and the numbers of the triggers: an earlier state is live again.
 

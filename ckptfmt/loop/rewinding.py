@@ -47,8 +47,8 @@ def choose_save(store: Store, to: int | str | None) -> str:
     run = read_known_run(store)
     entries = list_checkpoints(store, run, with_labels=False)
     if isinstance(to, str):
-        named = (entry for entry in entries if entry.manifest is not None)
-        if any(to in (one.name, one.manifest.digest) for one in named if one.manifest):
+        manifests = {entry.name: entry.manifest for entry in entries}
+        if any(found and to in (name, found.digest) for name, found in manifests.items()):
             return to
         raise err(
             Code.NOT_COMMITTED,

@@ -165,7 +165,7 @@ class CheckpointFiles:
         store: Store,
         *,
         digest: str | None = None,
-        check: Callable[[Manifest], None] | None = None,
+        check: Callable[[Manifest], object] | None = None,
         bases: Sequence[Store] = (),
         closure: Closure | None = None,
         title: str | None = None,
@@ -245,7 +245,7 @@ class CheckpointFiles:
         self.close()
 
     def _open(
-        self, digest: str | None, check: Callable[[Manifest], None] | None
+        self, digest: str | None, check: Callable[[Manifest], object] | None
     ) -> tuple[Manifest, Index]:
         """Return a manifest and an index that belong together."""
         self.manifest = read_manifest(self.store)

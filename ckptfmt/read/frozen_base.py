@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, Self, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 from blake3 import blake3
@@ -29,7 +30,7 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import iter_chunks
-from ckptfmt.store import LocalStore, open_store
+from ckptfmt.store import LocalStore, is_url, open_store
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.protocol import PAGE_NBYTES, Store
 from ckptfmt.write.snapshot import TensorSink
@@ -317,10 +318,46 @@ def _missing(location: str, detail: str) -> CkptError:
     return err(Code.FROZEN_BASE_MISSING, detail, where=location, requirement="REQ-FRZ-006")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """The location of a base as recorded by a checkpoint, whose author may be a stranger.
+
+    Attributes:
+        location: path or URL of the base at the save.
+        checkpoint: path or URL of the checkpoint.
+    """
+
+    location: str
+    checkpoint: str
+
+    def check(self) -> str:
+        """Return the location, if a reader may open the location without the caller's consent.
+
+        A request to a bucket has the credentials of this process, and the owner of the bucket
+        learns of the request. So the caller must have named the bucket: as the bucket of the
+        checkpoint, or of a place of the base. Local paths are opened: a read of a local file tells
+        nobody of the read.
+
+        Raises: StateError(FROZEN_BASE_MISSING). Spec: REQ-FRZ-006.
+        """
+        location = self.location
+        if not is_url(location):
+            return location
+        try:
+            bucket = urlsplit(location)[:2]
+            is_named = bucket[0] == "file" or bucket == urlsplit(self.checkpoint)[:2]
+        except ValueError as error:
+            raise _missing(location, str(error)) from error
+        if not is_named:
+            detail = "a recorded URL outside of the checkpoint's bucket is opened only if given"
+            raise _missing(location, detail)
+        return location
+
+
 def find_base(
     tensors: Sequence[FrozenTensor],
     places: Iterable[Place],
-    recorded: str,
+    recorded: Recorded,
     open_checkpoint: Any,
     known: FrozenBase | None = None,
 ) -> FrozenBase:
@@ -329,7 +366,7 @@ def find_base(
     Args:
         tensors: the references.
         places: the caller's places, searched before the recorded location.
-        recorded: the location at the save.
+        recorded: the location at the save, which is opened only as `Recorded.check` allows.
         open_checkpoint: opens a checkpoint.
         known: a base that an earlier call returned, searched first; others are searched again.
 
@@ -340,7 +377,11 @@ def find_base(
     errors: list[CkptError] = []
     for place in (*([] if known is None else [known]), *given, recorded):
         try:
-            base = place if isinstance(place, FrozenBase) else FrozenBase(place, open_checkpoint)
+            if isinstance(place, FrozenBase):
+                base = place
+            else:
+                where = place.check() if isinstance(place, Recorded) else place
+                base = FrozenBase(where, open_checkpoint)
             try:
                 for tensor in tensors:
                     base.check(tensor)
@@ -359,7 +400,7 @@ def find_base(
     count = len(tensors)
     detail = (
         f"{count} frozen {'tensor is' if count == 1 else 'tensors are'} in a base, which was at"
-        f" {recorded} when this checkpoint was saved, and isn't found ({told})"
+        f" {recorded.location} when this checkpoint was saved, and isn't found ({told})"
     )
     raise err(
         Code.FROZEN_BASE_MISSING,
@@ -377,7 +418,7 @@ class FrozenReading:
     Args:
         wanted: pairs of a reference and a sink.
         places: the caller's places, searched before the recorded location.
-        recorded: the location at the save.
+        recorded: the location at the save; see `find_base`.
         open_checkpoint: opens a checkpoint.
         known: the base of an earlier read of this checkpoint.
 
@@ -392,7 +433,7 @@ class FrozenReading:
         self,
         wanted: Iterable[tuple[FrozenTensor, TensorSink]],
         places: Iterable[Place],
-        recorded: str,
+        recorded: Recorded,
         open_checkpoint: Any,
         known: FrozenBase | None = None,
     ) -> None:

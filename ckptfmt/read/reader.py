@@ -21,7 +21,7 @@ from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, StateError, err
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.files import CheckpointFiles
-from ckptfmt.read.frozen_base import FrozenBase, FrozenReading, Place
+from ckptfmt.read.frozen_base import FrozenBase, FrozenReading, Place, Recorded
 from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, plan_reading
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import Memory, TensorSink
@@ -282,9 +282,8 @@ class Checkpoint(CheckpointFiles):
         ]
         if frozen:
             places = [*([] if frozen_base is None else [frozen_base]), *self.closure.places]
-            reading.frozen = FrozenReading(
-                frozen, places, self.frozen_location, Checkpoint, self._frozen_base
-            )
+            recorded = Recorded(self.frozen_location, self.store.name)
+            reading.frozen = FrozenReading(frozen, places, recorded, Checkpoint, self._frozen_base)
             self._frozen_base = reading.frozen.base or self._frozen_base
         return reading
 

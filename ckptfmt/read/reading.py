@@ -12,14 +12,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.box import Box
+from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.layout.read_plan import (
     BlockRange,
     Request,
@@ -45,6 +46,9 @@ from ckptfmt.read.streaming import (
 )
 from ckptfmt.store.protocol import call_each
 from ckptfmt.write.snapshot import Memory, MemoryOf, TensorSink
+
+if TYPE_CHECKING:
+    from ckptfmt.read.lending import Loans
 
 T = TypeVar("T")
 
@@ -237,6 +241,21 @@ def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> mem
 # --- reading --------------------------------------------------------------------------------------
 
 
+class DamagedMemoryError(IntegrityError):
+    """The error of a load for damaged contents in the memory of a process.
+
+    The files of the checkpoint may be good: another load reads the files.
+    """
+
+
+def damaged_memory(what: str) -> DamagedMemoryError:
+    """Return the error for contents in the memory of a process that differ from their digests."""
+    return DamagedMemoryError(
+        Code.BLOCK_DIGEST,
+        f"{what}, from the memory of another process, isn't what was saved",
+    )
+
+
 def plan_reading(
     files: CheckpointFiles,
     sinks: Sequence[TensorSink],
@@ -317,6 +336,7 @@ class Reading:
         self._contents: list[tuple[int, memoryview]] = []
         self._borrow = borrow
         self._memory = BufferMemory(borrow)
+        self._loans: Loans | None = None
         self._rounds: Rounds | None = None
         self._read_nbytes = self._verified_nbytes = self._request_count = self._buffer_nbytes = 0
         self._decoded_nbytes = 0
@@ -340,6 +360,33 @@ class Reading:
     def add_content(self, number: int, content: memoryview) -> None:
         """Add the whole content of a box, given the box's number; nothing is read for the box."""
         self._contents.append((number, content))
+
+    def lend(self, peers: Peers, memory: Memory | None) -> None:
+        """Take contents from the memory of other processes, and lend contents in this memory.
+
+        Every process calls this method, before `share`. Nothing is read for a borrowed box.
+
+        Args:
+            memory: as given to `Checkpoint.plan_reading`.
+
+        Raises: the errors of the gather.
+        """
+        from ckptfmt.read.lending import Loans  # noqa: PLC0415 - few loads need the module
+
+        held = {number for number, _ in self._contents}
+        self._loans = Loans(
+            {at: one.stored for at, one in enumerate(self.boxes) if at not in held},
+            memory,
+            peers,
+            block_nbytes=self.library.files.block_nbytes,
+        )
+        borrowed = self._loans.borrowed
+        self.ranges = [blocks for blocks in self.ranges if blocks.box not in borrowed]
+        bundles = {
+            key: [row for row in bundle if row[0] not in borrowed]
+            for key, bundle in self._bundles.items()
+        }
+        self._bundles = {key: bundle for key, bundle in bundles.items() if bundle}
 
     def share(self, peers: Peers) -> None:
         """Share raw blocks wanted by several processes: one process reads and sends each block.
@@ -372,23 +419,55 @@ class Reading:
                     if self._bundles:
                         self._decode()
             except Exception as error:
-                if self._rounds is None:
+                if self._rounds is None and self._loans is None:
                     raise
                 failed = error  # raised later, since other processes wait for this process's bytes
-            if self._rounds is not None:
-                with self.library.files.while_current():
-                    self._run_rounds(self._rounds)
+            for rounds in (self._run_loans, self._run_rounds):
+                try:
+                    rounds()
+                except Exception as error:  # noqa: BLE001
+                    failed = failed or error
         if failed is not None:
             raise failed
         return self._report()
 
-    def _run_rounds(self, rounds: Rounds) -> None:
-        """Run the shared rounds, with the rounds' memory lent to the device as well."""
-        if self._borrow is None or not rounds.buffer_nbytes:
-            rounds.run(self._read, self._take)
+    def _run_rounds(self) -> None:
+        """Run the shared rounds, if any, with the rounds' memory lent to the device as well."""
+        rounds = self._rounds
+        if rounds is None:
             return
-        with self._borrow(rounds.memory) as loan:
-            rounds.run(self._read, self._take, settle=loan.wait_all)
+        with self.library.files.while_current():
+            if self._borrow is None or not rounds.buffer_nbytes:
+                rounds.run(self._read, self._take)
+                return
+            with self._borrow(rounds.memory) as loan:
+                rounds.run(self._read, self._take, settle=loan.wait_all)
+
+    def _run_loans(self) -> None:
+        """Run the rounds that carry contents from the memory of processes, if any."""
+        loans = self._loans
+        if loans is None:
+            return
+
+        def read(ranges: list[BlockRange], then: Take) -> None:
+            for blocks in ranges:
+                then(blocks, loans.content_of(blocks))
+
+        if self._borrow is None or not loans.rounds.buffer_nbytes:
+            loans.rounds.run(read, self._take_content)
+            return
+        with self._borrow(loans.rounds.memory) as loan:
+            loans.rounds.run(read, self._take_content, settle=loan.wait_all)
+
+    def _take_content(self, blocks: BlockRange, content: memoryview) -> None:
+        """Check the content of blocks from another process, then place the wanted elements."""
+        wanted = self.boxes[blocks.box]
+        stored = wanted.stored
+        first = blocks.box_byte_begin // stored.block_nbytes
+        found = block_digests(content, stored.block_nbytes)
+        if found != stored.digests_of(first, first - (-blocks.nbytes // stored.block_nbytes)):
+            raise damaged_memory(f"{stored.title_of(first)} or a block behind")
+        wanted.place(blocks, content)
 
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read, check and place ranges; also call `then` with each range and its bytes."""
@@ -507,7 +586,9 @@ class Reading:
             )
 
     def _report(self) -> ReadReport:
-        received_nbytes = 0 if self._rounds is None else self._rounds.received_nbytes
+        all_rounds = (self._rounds, None if self._loans is None else self._loans.rounds)
+        rounds = [one for one in all_rounds if one is not None]
+        received_nbytes = sum(one.received_nbytes for one in rounds)
         frozen_nbytes = 0 if self.frozen is None else self.frozen.read_nbytes
         return ReadReport(
             needed_nbytes=sum(wanted.wanted_nbytes for wanted in self.boxes) + frozen_nbytes,
@@ -516,8 +597,7 @@ class Reading:
             request_count=self._request_count,
             received_nbytes=received_nbytes,
             decoded_nbytes=self._decoded_nbytes,
-            buffer_nbytes=self._buffer_nbytes
-            + (0 if self._rounds is None else self._rounds.buffer_nbytes),
+            buffer_nbytes=self._buffer_nbytes + max([0, *(one.buffer_nbytes for one in rounds)]),
             metadata_nbytes=self.library.files.metadata_nbytes,
             memory_nbytes=sum(content.nbytes for _, content in self._contents),
         )

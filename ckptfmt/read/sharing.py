@@ -209,8 +209,19 @@ def share_ranges(
     return shared.left(), Rounds(peers, own, shared)
 
 
+class _Places(Protocol):
+    """The ranges of parcels in a read."""
+
+    def range_of(self, parcel: Parcel) -> BlockRange:
+        """Return the range of blocks in a parcel."""
+
+
 class Rounds:
     """The rounds of shared reads.
+
+    Args:
+        rounds: the parcels that this process sends or receives, by path and begin in each round.
+        shared: the ranges of the parcels.
 
     Attributes:
         received_nbytes: number of bytes received from other processes so far.
@@ -218,7 +229,7 @@ class Rounds:
         memory: the buffer for a round.
     """
 
-    def __init__(self, peers: Peers, rounds: Sequence[Sequence[Parcel]], shared: _Shared) -> None:
+    def __init__(self, peers: Peers, rounds: Sequence[Sequence[Parcel]], shared: _Places) -> None:
         self._peers = peers
         self._rounds = rounds
         self._shared = shared

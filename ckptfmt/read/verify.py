@@ -39,6 +39,7 @@ from ckptfmt.documents.run import (
 )
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.sharding import Sharding
+from ckptfmt.documents.signature import bundle_prefix
 from ckptfmt.documents.tree import iter_references, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, encodable, err
@@ -53,12 +54,14 @@ from ckptfmt.read.files import (
     StoredBox,
     is_current,
     read_anew,
+    read_manifest,
 )
-from ckptfmt.read.frozen_base import FrozenBase, find_base
+from ckptfmt.read.frozen_base import FrozenBase, Recorded, find_base
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
+from ckptfmt.signing.trust import Trust
 from ckptfmt.store.protocol import Store, call_each
 
 #: The encoded blocks that were decoded already, by manifest digest, part number and box number.
@@ -174,7 +177,13 @@ def verify_opened(checkpoint: Checkpoint, report: Report) -> None:
     _Verification((), with_bases=True).check_opened(checkpoint, report)
 
 
-def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> None:
+def verify_run(
+    store: Store,
+    report: Report,
+    *,
+    bases: Sequence[Store] = (),
+    require_signature: Trust | None = None,
+) -> None:
     """Check a run: the run's record, the launches, and every committed checkpoint, each once.
 
     Args:
@@ -182,9 +191,11 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
         report: receives the findings.
         bases: further places to search for bases of the checkpoints; bases found there are checked
             too.
+        require_signature: the signers of each checkpoint; None to check no signature. With a pin,
+            the run must have the pinned checkpoint or a newer one.
 
-    Raises: StoreError if the store itself fails; StateError(FLOAT_ENVIRONMENT).
-    Spec: REQ-RUN-003, REQ-RUN-005, REQ-MAN-002, REQ-OPN-009.
+    Raises: StoreError if the store itself fails; StateError(FLOAT_ENVIRONMENT, ARGUMENT).
+    Spec: REQ-RUN-003, REQ-RUN-005, REQ-MAN-002, REQ-OPN-009, REQ-SIG-006.
     """
     if held := list_held(store):  # first: a save committed in between is still checked
         report.warnings.append(
@@ -216,6 +227,16 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
                 check_record(name, place[1], numbers)
             with found[name].collect(name):
                 digests.update(_read_digest(store.at(name), place, run_id, found[name], name))
+        if require_signature is not None:
+            signed = []
+            for name in digests:
+                with found[name].collect(name):
+                    here = store.at(name)
+                    manifest = read_manifest(here)
+                    require_signature.check(here, manifest, may_be_older=True)
+                    signed.append(manifest)
+            with report.collect():
+                require_signature.check_run(signed)
         verification = _Verification(bases, elsewhere_than=digests.values())
         # The newest first: blocks of bases decoded for a newer checkpoint needn't be decoded again.
         for name in sorted(digests, key=places.__getitem__, reverse=True):
@@ -319,10 +340,9 @@ class _Verification:
         if report.share[0] > 0:
             return
         tensors = list(checkpoint.frozen.values())
+        recorded = Recorded(checkpoint.frozen_location, checkpoint.store.name)
         try:
-            base = find_base(
-                tensors, self._bases, checkpoint.frozen_location, Checkpoint, self._frozen_base
-            )
+            base = find_base(tensors, self._bases, recorded, Checkpoint, self._frozen_base)
         except CkptError as error:
             if error.code not in (Code.FROZEN_BASE_MISSING, Code.FROZEN_BASE_CHANGED):
                 raise
@@ -420,6 +440,7 @@ class _Verification:
         manifest = checkpoint.manifest
         report.count(manifest.index_nbytes)
         expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
+        signatures = bundle_prefix(manifest.origin.attempt)
         sound: dict[int, PartFileEntry] = {}
         with contextlib.suppress(CkptError):  # the loop below finds each error again
             checkpoint.open_parts(range(len(checkpoint.index.parts)))
@@ -438,7 +459,7 @@ class _Verification:
             with report.collect(directory):
                 _check_merge(checkpoint, list(sound.values()))
         for path in checkpoint.store.list(""):
-            if path not in expected:
+            if path not in expected and not path.startswith(signatures):
                 place = f"{directory}/{path}" if directory else path
                 report.warnings.append(
                     f"{encodable(place)} doesn't belong to the checkpoint; readers ignore it"

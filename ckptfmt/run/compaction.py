@@ -21,6 +21,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.run.save_job import SaveJob, SaveState, new_origin
+from ckptfmt.signing.signer import Signer
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context, Image, lay_out
 from ckptfmt.write.writer import write_image
@@ -32,7 +33,11 @@ _DEADLINE_S: Final = 20.0
 
 
 def compact_checkpoint(
-    checkpoint: Checkpoint, store: Store, *, on_progress: Callable[[int], None] | None = None
+    checkpoint: Checkpoint,
+    store: Store,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+    signer: Signer | None = None,
 ) -> Manifest:
     """Write a full checkpoint, outside of a run, with the contents of another checkpoint.
 
@@ -43,6 +48,7 @@ def compact_checkpoint(
         checkpoint: the checkpoint to read.
         store: the store to write, rooted at the new checkpoint.
         on_progress: called with the number of bytes just written.
+        signer: signs the new manifest; None for no signature.
 
     Raises: CommitError(CHECKPOINT_EXISTS); StoreError; errors of reading.
     Spec: REQ-CKP-007.
@@ -50,7 +56,7 @@ def compact_checkpoint(
     check_vacant(store)
     old = checkpoint.manifest.origin
     origin = new_origin(step=old.step, writer_count=old.writer_count, block_nbytes=old.block_nbytes)
-    return _write(checkpoint, store, origin, on_progress)
+    return _write(checkpoint, store, origin, on_progress, signer)
 
 
 def compact_run(
@@ -58,6 +64,7 @@ def compact_run(
     *,
     deadline_s: float = _DEADLINE_S,
     on_progress: Callable[[int], None] | None = None,
+    signer: Signer | None = None,
 ) -> tuple[str, Manifest, bool]:
     """Write a full checkpoint of a run's head, as the first commit of a new launch.
 
@@ -70,6 +77,7 @@ def compact_run(
         store: the store to write, rooted at the run.
         deadline_s: time to wait for the saves of living savers, in seconds.
         on_progress: called with the number of bytes just checked, or written.
+        signer: signs the new manifest; None for no signature.
 
     Returns: the name of the full checkpoint, its manifest, and whether the call wrote it: a head
         may be full already.
@@ -100,11 +108,16 @@ def compact_run(
     full_name = checkpoint_name(origin.step, launch.launch)
     with checkpoint:
         check_not_fenced(store, launch.launch)
-        return full_name, _write(checkpoint, store.at(full_name), origin, on_progress), True
+        manifest = _write(checkpoint, store.at(full_name), origin, on_progress, signer)
+        return full_name, manifest, True
 
 
 def _write(
-    checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Callable[[int], None] | None
+    checkpoint: Checkpoint,
+    store: Store,
+    origin: Origin,
+    on_progress: Callable[[int], None] | None,
+    signer: Signer | None,
 ) -> Manifest:
     """Write every part again, and commit them.
 
@@ -134,7 +147,8 @@ def _write(
             contents = _Decoded(opened, image, on_progress)
             write_image(store, image, contents, origin, context, writer=number)
 
-    return SaveJob(SaveState(store=store, origin=origin, deadline_s=_DEADLINE_S)).run(write)
+    save = SaveState(store=store, origin=origin, deadline_s=_DEADLINE_S, signer=signer)
+    return SaveJob(save).run(write)
 
 
 # --- one part -------------------------------------------------------------------------------------

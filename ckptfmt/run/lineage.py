@@ -44,6 +44,8 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_loadable
 from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_cleaners
+from ckptfmt.signing.pin import record_launch
+from ckptfmt.signing.trust import Trust, pin_of
 from ckptfmt.store import open_store, split_path
 from ckptfmt.store.protocol import Store, call_each
 
@@ -534,6 +536,7 @@ def begin_launch(
     on_progress: Callable[[int], None] | None = None,
     trusted: Container[str] = (),
     after: int | None = None,
+    require_signature: Trust | None = None,
 ) -> tuple[Launch, Checkpoint | None]:
     """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
 
@@ -545,14 +548,23 @@ def begin_launch(
         trusted: attempts whose contents all processes of the launch have in memory; only their
             documents are checked. Spec: REQ-RUN-012.
         after: number of the launch that goes back, and must still own the run; None for a start.
+        require_signature: signers of a checkpoint to resume from; None for any. No older
+            checkpoint takes the place of an unsigned one. Attempts in `trusted` aren't checked.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
         the caller to load and close. None instead of a checkpoint after a fresh start.
     Raises: FencedError(FENCED); IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED,
         CHECKPOINT_RETIRED); CommitError(CHECKPOINT_CONDEMNED) where a cleaner may retire the
-        checkpoint chosen by hand; StoreError; FormatError.
+        checkpoint chosen by hand; TrustError; StoreError; FormatError.
     Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-012, REQ-RUN-013.
     """
+    open_valid = functools.partial(
+        _open_valid,
+        store,
+        on_progress=on_progress,
+        trusted=trusted,
+        require_signature=require_signature,
+    )
     while True:
         if after is not None:
             check_not_fenced(store, after)
@@ -562,12 +574,12 @@ def begin_launch(
         if fresh:
             chosen_by = "hand"
         elif choose is not None:
-            checkpoint = _choose_by_hand(store, entries, choose, on_progress, trusted)
+            checkpoint = _choose_by_hand(store, entries, choose, open_valid)
             chosen_by = "hand"
         else:
             check_records(store, entries)
             checkpoint, chosen_by = _choose_by_lineage(
-                store, run, (launches, entries), on_passed_over, on_progress, trusted=trusted
+                store, run, (launches, entries), on_passed_over, open_valid
             )
         resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
@@ -592,6 +604,8 @@ def begin_launch(
                 continue
             raise
         store.sync(LAUNCHES)
+        if checkpoint is not None and (pin := pin_of(require_signature)):
+            record_launch(pin, number, checkpoint.manifest)
         if choose is not None and resume is not None:
             # A clean-up with a newer condemnation may have listed the launches before
             # this record existed.
@@ -603,7 +617,11 @@ def begin_launch(
 
 
 def open_head(
-    store: Store, *, digest: str | None = None, bases: Sequence[Store] = ()
+    store: Store,
+    *,
+    digest: str | None = None,
+    bases: Sequence[Store] = (),
+    require_signature: Trust | None = None,
 ) -> Checkpoint:
     """Open the checkpoint from which a run goes on, or its successor after a retirement.
 
@@ -611,8 +629,11 @@ def open_head(
     """
     while True:
         place = store.at(find_head(store)[0])
+        check = None
+        if require_signature is not None:
+            check = functools.partial(require_signature.check, place)
         try:
-            return Checkpoint(place, digest=digest, bases=bases)
+            return Checkpoint(place, digest=digest, bases=bases, check=check)
         except CkptError:
             # The checkpoint was committed a moment ago: before the retirement, a newer one was
             # committed.
@@ -702,6 +723,26 @@ def find_surroundings(path: object) -> Callable[[Manifest], None] | None:
     return functools.partial(check_place, step_and_launch=step_and_launch, run_id=run_id)
 
 
+def find_checks(
+    path: object, store: Store, require_signature: Trust | None
+) -> Callable[[Manifest], None]:
+    """Return a check of a manifest by `find_surroundings` and, if required, of its signature.
+
+    Args:
+        path: path of the checkpoint, as the caller gave it.
+        store: store rooted at the checkpoint.
+    """
+    surroundings = find_surroundings(path)
+
+    def check(manifest: Manifest) -> None:
+        if require_signature is not None:
+            require_signature.check(store, manifest)
+        if surroundings is not None:
+            surroundings(manifest)
+
+    return check
+
+
 def check_records(store: Store, entries: list[RunEntry]) -> None:
     """Raise if a checkpoint's launch has no record: then the lineage is unknown.
 
@@ -722,12 +763,11 @@ def _choose_by_hand(
     store: Store,
     entries: list[RunEntry],
     choose: str,
-    on_progress: Callable[[int], None] | None,
-    trusted: Container[str],
+    open_valid: Callable[..., Checkpoint | CkptError],
 ) -> Checkpoint:
     for entry in entries:
         if entry.manifest is not None and choose in (entry.name, entry.manifest.digest):
-            found = _open_valid(store, entry, on_progress, trusted)
+            found = open_valid(entry, by_hand=True)
             if isinstance(found, CkptError):
                 raise found
             return found
@@ -752,10 +792,9 @@ def _choose_by_lineage(
     run: RunRecord,
     seen: tuple[list[Launch | LostLaunch], list[RunEntry]],
     on_passed_over: Callable[[str], None] | None,
-    on_progress: Callable[[int], None] | None,
+    open_valid: Callable[[RunEntry], Checkpoint | CkptError],
     *,
     doubted: frozenset[str] = frozenset(),
-    trusted: Container[str] = (),
 ) -> tuple[Checkpoint | None, str]:
     """Return the best valid candidate, open, and the way of the choice.
 
@@ -767,9 +806,7 @@ def _choose_by_lineage(
 
     def choose_again(doubted: frozenset[str] = frozenset()) -> tuple[Checkpoint | None, str]:
         anew = list_launches(store, run), list_checkpoints(store, run, with_labels=False)
-        return _choose_by_lineage(
-            store, run, anew, on_passed_over, on_progress, doubted=doubted, trusted=trusted
-        )
+        return _choose_by_lineage(store, run, anew, on_passed_over, open_valid, doubted=doubted)
 
     passed_over: dict[str, str] = {}
     suspect = {entry.name for entry in iter_lineage(*seen, with_suspect=True)}
@@ -779,7 +816,7 @@ def _choose_by_lineage(
         if entry.name in suspect:
             passed_over[entry.name] = f"{entry.name} is suspect: {entry.labels.suspect}"
             continue
-        found = _open_valid(store, entry, on_progress, trusted)
+        found = open_valid(entry)
         if not isinstance(found, CkptError):
             chosen = found
             break
@@ -826,13 +863,18 @@ def _tell_lost(launches: Iterable[Launch | LostLaunch], *, but: Container[str]) 
 def _open_valid(
     store: Store,
     entry: RunEntry,
+    *,
+    by_hand: bool = False,
     on_progress: Callable[[int], None] | None,
     trusted: Container[str],
+    require_signature: Trust | None,
 ) -> Checkpoint | CkptError:
     """Return a candidate, open, after a check of every byte for a load; or the first error.
 
     Of an attempt in `trusted`, only the documents are checked.
     Damage comes before unknown features: only an undamaged candidate is refused for a feature.
+
+    Raises: TrustError: an unsigned candidate isn't passed over. Spec: REQ-SIG-008.
     """
     if isinstance(entry.register, CkptError):
         return entry.register
@@ -842,6 +884,8 @@ def _open_valid(
             return Checkpoint(store.at(entry.name), digest=entry.manifest.digest)
         except CkptError as error:
             return error
+    if require_signature is not None:
+        require_signature.check(store.at(entry.name), entry.manifest, may_be_older=by_hand)
     report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
     checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
     if checkpoint is not None and report.violations:

@@ -61,6 +61,7 @@ from ckptfmt.run.lineage import (
     read_run,
 )
 from ckptfmt.run.retention import retire_as_elsewhere
+from ckptfmt.signing.bundles import copy_bundles
 from ckptfmt.store import check_apart
 from ckptfmt.store.protocol import Store
 
@@ -650,6 +651,7 @@ class _Mirroring:
         for reference in manifest.references:
             check_base(mirror, reference)
         mirror.sync("parts")
+        copy_bundles(home, mirror, manifest)
         create_once(mirror, MANIFEST_NAME, content=content)
         mirror.sync("")
         for prefix in ("", "parts"):

@@ -45,6 +45,7 @@ from ckptfmt.read.verified_files import (
     stored_files_of,
 )
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launch_numbers, list_launches
+from ckptfmt.signing.signer import Signer
 from ckptfmt.store import LocalStore, is_url
 from ckptfmt.store.protocol import FileSource, SizedChunks, Store
 
@@ -611,8 +612,10 @@ def _is_there(place: Store, attempt: str, writer: int) -> bool:
     return True
 
 
-def commit_finished(home: Store, plan: Iterable[Sequence[Any]]) -> list[str]:
-    """Commit the attempts of a plan with all parts at the home, by step.
+def commit_finished(
+    home: Store, plan: Iterable[Sequence[Any]], signer: Signer | None = None
+) -> list[str]:
+    """Commit the attempts of a plan with all parts at the home, by step; sign their manifests.
 
     Returns: the errors of uncommitted attempts, as texts.
 
@@ -623,7 +626,7 @@ def commit_finished(home: Store, plan: Iterable[Sequence[Any]]) -> list[str]:
         place = home.at(name)
         try:
             content = place.read(part_path(attempt, 0), limit_nbytes=limits.MSGPACK_NBYTES)
-            finalize(place, Part.parse(content, where=name)[0].origin)
+            finalize(place, Part.parse(content, where=name)[0].origin, signer=signer)
         except StoreError:
             raise
         except CkptError as error:

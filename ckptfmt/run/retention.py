@@ -14,7 +14,15 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
+from ckptfmt.commit.decision import (
+    CONDEMNED,
+    Known,
+    abort,
+    delete_unfinished,
+    refusal_of,
+    retire,
+    sweep,
+)
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, Launch, Pins, RunRecord
@@ -536,8 +544,12 @@ def clean_up(
 
 def _finish_clean_ups(store: Store, entries: list[RunEntry], known: Known) -> None:
     """Sweep aborted and retired directories; a directory once found clean isn't listed again."""
-    ended = [entry.name for entry in entries if isinstance(entry.register, Abort | Tombstone)]
-    ended = [name for name in ended if name not in known.swept]
+    registers = {entry.name: entry.register for entry in entries if entry.name not in known.swept}
+    ended = [name for name, found in registers.items() if isinstance(found, Abort | Tombstone)]
+    for name in ended:
+        # A listing leaves out temporary files. Those of a killed writer may be large.
+        if isinstance(registers[name], Abort):
+            delete_unfinished(store.at(name))
     for name, file_count in zip(ended, _count_files(store, ended), strict=True):
         if file_count > 1:
             sweep(store.at(name))

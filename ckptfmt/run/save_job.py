@@ -9,6 +9,7 @@ through a node's cache, `SaveAttempt`, conversions and compactions. The steps in
     clear     check again after a wait; a replacing save removes the remains of killed saves
     write     write this writer's files, the part last
     decide    commit the attempt, or wait for the committer
+    note      record the checkpoint as the newest, for readers that require a signature
     sweep     remove the files of earlier attempts
     record    write the ledger entry
     retain    retire checkpoints by the run's rule
@@ -25,23 +26,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import Known, check_vacant, decide, finalize, sweep_attempts
+from ckptfmt.commit.decision import (
+    Known,
+    check_vacant,
+    decide,
+    finalize,
+    read_register,
+    refusal_of,
+    sweep_attempts,
+)
 from ckptfmt.commit.lone import check_no_run
 from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, RunRecord
-from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.ledger_writer import put_entry
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import KEEP_ALL, Retention, explain_no_space, tidy_up
+from ckptfmt.signing.pin import record_commit
+from ckptfmt.signing.signer import Signer
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error, tell_failure
+
+_LOG: Final = logging.getLogger("ckptfmt")
 
 
 def new_origin(
@@ -85,6 +99,9 @@ class SaveState:
         durability: least durability of the files at the commit: "home", or "node" or "peers" where
             caches are enough.
         ledger: the ledger entry at the begin of the save; empty for none.
+        signer: signs the manifest; None for no signature.
+        pin: file that names the newest checkpoint of the run, for readers that require a
+            signature; empty for none.
     """
 
     store: Store
@@ -97,6 +114,8 @@ class SaveState:
     retention: Retention = KEEP_ALL
     durability: str = HOME
     ledger: bytes = b""
+    signer: Signer | None = None
+    pin: str = ""
 
     @classmethod
     def in_run(
@@ -108,6 +127,8 @@ class SaveState:
         step: int,
         retention: Retention = KEEP_ALL,
         ledger: bytes = b"",
+        signer: Signer | None = None,
+        pin: str = "",
     ) -> SaveState:
         """Return a save of a step of a run.
 
@@ -122,6 +143,8 @@ class SaveState:
             writer_features=record.writer_features,
             retention=retention,
             ledger=ledger,
+            signer=signer,
+            pin=pin,
         )
 
 
@@ -225,6 +248,7 @@ class SaveJob:
             call(functools.partial(self.clear, may_be_committed=again is not None))
         call(write)
         manifest: Manifest = call(self.decide)
+        self.note(manifest)
         if sweeps:
             self.sweep()
         return manifest
@@ -261,6 +285,7 @@ class SaveJob:
                 known=self.known,
                 part_digests=part_digests,
                 replace=save.replace,
+                signer=save.signer,
             )
         return decide(
             save.store,
@@ -269,7 +294,20 @@ class SaveJob:
             deadline_s=save.deadline_s,
             known=self.known,
             replace=save.replace,
+            signer=save.signer,
         )
+
+    def note(self, manifest: Manifest) -> None:
+        """Record the committed checkpoint in the file of the pin, as writer 0.
+
+        A failure is logged: the save is committed, and only a later rollback to a checkpoint before
+        this one stays undetected. Spec: REQ-SIG-006.
+        """
+        if self.save.pin and self.save.writer == 0:
+            try:
+                record_commit(self.save.pin, manifest)
+            except CkptError as error:
+                _LOG.warning("the newest checkpoint isn't recorded: %s", error)
 
     def sweep(self) -> None:
         """Remove the files of earlier attempts as writer 0; ignore errors. Spec: REQ-CMT-027.
@@ -323,5 +361,19 @@ class SaveJob:
         found = as_ckpt_error(error)
         if save.run is not None:
             found = explain_no_space(found, save.run, save.retention)
+        elif found.code == Code.FILE_MISSING and not save.replace:
+            found = self._find_winner() or found
         tell_failure(save.store, save.origin, save.writer, found)
         return found
+
+    def _find_winner(self) -> CkptError | None:
+        """Return the refusal by the checkpoint of another attempt at this place; None without one.
+
+        The saver of a committed checkpoint removes the files of earlier attempts (REQ-CMT-027): an
+        attempt that lost the race may miss its own files before it reads the register.
+        """
+        with contextlib.suppress(CkptError):
+            register = read_register(self.save.store)
+            if isinstance(register, Manifest) and register.origin != self.save.origin:
+                return refusal_of(register)
+        return None

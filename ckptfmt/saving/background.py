@@ -17,7 +17,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
 from ckptfmt.run.node_cache import Cache
-from ckptfmt.run.save_job import SaveState
+from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.handle import SaveHandle, SaveReport, tell_committed, wait_until
 from ckptfmt.saving.links import Link, Lost, ProcessLink, ThreadLink
 from ckptfmt.saving.request import OF_MANIFEST
@@ -612,12 +612,55 @@ class Background:
             if place.image is not None
         }
 
+    def drop_snapshots(self) -> None:
+        """Return no present snapshot from `snapshots` any more, and copy all into each slot anew.
+
+        No save is in progress.
+        """
+        with self._lock:
+            for place in self._places:
+                place.was_written = False
+
     def wait_over(self, timeout_s: float) -> bool:
         """Wait until all saves are over. Returns: whether they are over in time."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         return all(handle.wait_over(max(0.0, end_s - time.monotonic())) for handle in handles)
+
+    def list_attempts(self, image: Image | None) -> list[str]:
+        """Return the attempts in slots that `snapshots` returns whole, with this layout."""
+        whole = {name for name, (_, is_whole) in self.snapshots().items() if is_whole}
+        with self._lock:
+            places = [place for place in self._places if place.image is image]
+        return [place.attempt for place in places if place.attempt in whole]
+
+    def give_up(self, timeout_s: float, error: CkptError) -> bool:
+        """Wait until all saves are over, and give up the other saves: a process of the job is lost.
+
+        No later call returns the failures of these saves; the handles have the failures.
+
+        Args:
+            timeout_s: longest wait in seconds. The copies, and the saver's answer after a save is
+                given up, have the same time again.
+            error: the failure of a save that is given up, for all writers.
+
+        Returns: whether the training may change its tensors: nothing is copied any more.
+        """
+        self._settle()
+        with self._lock:
+            saves = list(self._saves.values())
+        if not self.wait_over(timeout_s):
+            for save in saves:
+                if not save.handle.is_over:
+                    with contextlib.suppress(CkptError):  # the waits then end at their deadline
+                        SaveJob(save.state).fail(error)
+            self._wait(lambda: all(save.handle.is_through for save in saves), timeout_s)
+        for save in saves:
+            self.note_told(save.state.origin.attempt)
+        with self._lock:
+            self._failures = []
+        return all(save.handle.is_copied for save in saves)
 
     def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
         """Abandon a started save, unless all of the snapshot is copied.
@@ -816,6 +859,10 @@ class Background:
             and handle.error is not None
             and (isinstance(handle.error, StoreError) or handle.error.code in _PASSING)
         )
+
+    def replicate_by(self, on_written: Callable[[SaveState, Callable[[str], None]], None]) -> None:
+        """Call another function with the values of WRITTEN saves, as the argument `on_written`."""
+        self._on_written = on_written
 
     def note_told(self, attempt: str) -> None:
         """Record that an attempt's failure was raised, so that no later call raises it again.

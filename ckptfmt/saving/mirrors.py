@@ -47,6 +47,10 @@ class Mirrors:
         self._in_caches: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
 
+    def note_launch(self) -> None:
+        """Copy at the end at the latest: processes of an earlier launch may have ended before."""
+        self._is_behind = True
+
     def follow(self, handle: SaveHandle) -> None:
         """Start a copy of the committed checkpoints when a save is committed."""
         handle.on_committed(lambda _: self._start())

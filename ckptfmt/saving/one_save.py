@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,13 +19,14 @@ from ckptfmt.box import Box
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.documents.tables import TensorKey, key_of
+from ckptfmt.documents.tables import TensorKey, TensorTable, key_of
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group, attempt
+from ckptfmt.layout.assignment import assign_writers
 from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.same_leaves import check_same_leaves, mark_leaves
 from ckptfmt.state import State
-from ckptfmt.write.image import Image, assign_writers, plan_image
+from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import check_snapshot, for_saving, structure_of, write_part
 
@@ -43,6 +45,7 @@ class Ownership:
         fingerprints: fingerprints of all writers' structures.
         written: pieces written by this writer; None for all pieces.
         image: plan of the written pieces' positions.
+        is_new_group: whether other processes have joined, which don't know the structures.
         position: evidence of earlier saves about the position in the data.
     """
 
@@ -52,6 +55,7 @@ class Ownership:
     fingerprints: list[str] = dataclasses.field(default_factory=list)
     written: frozenset[tuple[TensorKey, Box]] | None = None
     image: Image | None = None
+    is_new_group: bool = False
     position: DataPosition = dataclasses.field(default_factory=DataPosition)
 
 
@@ -200,10 +204,13 @@ def _assign(
     block_nbytes: int,
 ) -> None:
     """Assign the pieces to writers and plan the image, unless no writer's structure has changed."""
-    if fingerprints != ownership.fingerprints:
-        ownership.written = _find_written(group, snapshot)
+    if fingerprints != ownership.fingerprints or ownership.is_new_group:
+        before = ownership.fingerprints, ownership.written
+        ownership.written = find_written(group, snapshot)
         ownership.fingerprints = fingerprints
-        ownership.image = None
+        ownership.is_new_group = False
+        if (fingerprints, ownership.written) != before:
+            ownership.image = None
     if ownership.image is None or ownership.image.block_nbytes != block_nbytes:
         ownership.image = plan_image(
             snapshot,
@@ -273,7 +280,7 @@ def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
         ownership.signature = signature
 
 
-def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
+def find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
     """Exchange the structures with all writers, and return this writer's pieces.
 
     Returns: None for all pieces.
@@ -282,11 +289,10 @@ def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey
         return None
     content, _ = structure_of(snapshot).dump()
     gathered = group.all_gather(base64.b64encode(content).decode())
-    holdings = [
-        [
-            ((key, box, declared_by), nbytes)
-            for key, box, declared_by, nbytes in Structure.parse(theirs).iter_pieces()
-        ]
-        for theirs in map(base64.b64decode, gathered)
-    ]
-    return frozenset((key, box) for key, box, _ in assign_writers(holdings)[group.writer])
+    known: dict[bytes, TensorTable] = {}
+    structures = [Structure.parse(base64.b64decode(theirs), known=known) for theirs in gathered]
+    own = structures[group.writer]
+    written = assign_writers(structures)[group.writer].tolist()
+    return frozenset(
+        (key, box) for key, box, _, _ in itertools.compress(own.iter_pieces(), written)
+    )

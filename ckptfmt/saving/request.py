@@ -12,6 +12,7 @@ from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.run.retention import Retention
 from ckptfmt.run.save_job import SaveState
+from ckptfmt.signing.signer import Signer
 from ckptfmt.store import address_of, open_address
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
@@ -46,6 +47,8 @@ def dump_request(save: SaveState, context: Context, delta: DeltaOptions) -> dict
         "replace": save.replace,
         "durability": save.durability,
         "ledger": save.ledger,
+        "signer": None if save.signer is None else save.signer.as_dict(),
+        "pin": save.pin,
     }
 
 
@@ -85,6 +88,8 @@ def parse_request(
         retention=Retention.from_dict(value["retention"]),
         durability=value["durability"],
         ledger=value["ledger"],
+        signer=None if value["signer"] is None else Signer(**value["signer"]),
+        pin=value["pin"],
     )
     return save, context, DeltaOptions.from_dict(value["delta"])
 

@@ -47,6 +47,7 @@ from ckptfmt.saving.mirrors import Place as MirrorPlace
 from ckptfmt.saving.one_save import Ownership, agree_on_save, prepare_once, write_live
 from ckptfmt.saving.peers import Replicas, check_peers, connect_by_torch
 from ckptfmt.saving.request import dump_request
+from ckptfmt.signing.signer import Signer
 from ckptfmt.state import State
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
@@ -120,6 +121,8 @@ class Saving:
             failure ends the run in any case, and so does a failure of the last save.
         tags: tags of each save, in addition to the tags that the call gives, such as the ids of the
             run in trackers; process 0's tags are recorded.
+        sign: a `Signer`, or the file of a private key, with which process 0 signs each save before
+            the commit; by default None, for no signature.
 
     Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
         ``saver="inline"``.
@@ -136,10 +139,12 @@ class Saving:
     delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off"
     failed_saves: int = 10
     tags: Iterable[str] = ()
+    sign: Signer | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_flags(self, "overlap")
         object.__setattr__(self, "tags", Labels.of(None, self.tags).tags)
+        object.__setattr__(self, "sign", Signer.of(self.sign))
         has_deltas = DeltaOptions.of(self.delta).mode != "off"
         if type(self.failed_saves) is not int or self.failed_saves < 0:
             detail = f"failed_saves={self.failed_saves!r} isn't a number from 0 on"
@@ -257,6 +262,11 @@ class Saves:
             nodes: node of each process. If all processes are on one node, the saves have no
                 replicas, and a report says so.
         """
+        if self._replicas is not None:  # other processes have joined
+            self._replicas.close(0.0)
+            self._replicas = None
+            if self._background is not None:
+                self._background.replicate_by(lambda *_: None)
         if len(set(nodes)) == 1:
             told = (
                 f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have"
@@ -276,6 +286,8 @@ class Saves:
             deadline_s=self._deadline_s,
             note=functools.partial(add_report, self.reports),
         )
+        if self._background is not None:
+            self._background.replicate_by(functools.partial(_replicate, self._replicas))
         # Closed at the interpreter's exit: the threads of the replicas must end before the modules
         # that they use.
         weakref.finalize(self, self._replicas.close, 0.0)
@@ -413,9 +425,11 @@ class Saves:
     def _report(self, sentence: str) -> None:
         add_report(self.reports, sentence)
 
-    def take_reports(self, sentences: list[str]) -> None:
-        """Add a launch's sentences to the reports. The launch has logged them already."""
-        self.reports += [sentence for sentence in sentences if sentence not in self.reports]
+    def note_launch(self, reports: list[str]) -> None:
+        """Take note of a new launch, and of sentences for the reports, logged already."""
+        self.reports += [sentence for sentence in reports if sentence not in self.reports]
+        if self._mirrors is not None:
+            self._mirrors.note_launch()
 
     def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
         """Report each value above half of a limit, long before the limit stops a save."""
@@ -694,6 +708,44 @@ class Saves:
         for guard in list(self._guards.values()):
             guard.forget_copies()
         return background.snapshots()
+
+    def regroup(self, timeout_s: float) -> tuple[dict[str, tuple[Memory, bool]], list[str]]:
+        """Let go of the saves in flight, since other processes take the places of lost processes.
+
+        The saves get some time to end by themselves: the saver of a lost process may live.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns: as `Background.snapshots`; and the attempts whose contents of all processes are in
+            the memory of this process.
+        Raises: CommitError(SAVE_PENDING) if a snapshot is still being copied.
+        """
+        self._failed_count = self._begun_count = 0
+        self._undecided = []
+        self._own_failures = []
+        self._has_news = False
+        background = self._background
+        ownership = self._ownership
+        ownership.is_new_group = True
+        if background is None:
+            return {}, []
+        where = None if self._store is None else self._store.name
+        gone = err(Code.WRITERS_MISSING, "a process was lost during the save", where=where)
+        if not background.give_up(timeout_s, gone):
+            detail = f"a snapshot isn't copied in {timeout_s:g} s"
+            raise err(Code.SAVE_PENDING, detail, where=where)
+        for guard in list(self._guards.values()):
+            guard.forget_copies()
+        # Equal structures on all processes: each process had all boxes, such as with DDP.
+        are_equal = len(set(ownership.fingerprints)) == 1
+        common = background.list_attempts(ownership.image) if are_equal else []
+        return background.snapshots(), common
+
+    def drop_snapshots(self) -> None:
+        """Use no snapshot in memory any more: the next save copies all contents into its slot."""
+        if self._background is not None:
+            self._background.drop_snapshots()
 
     # --- failures, and the end --------------------------------------------------------------------
 

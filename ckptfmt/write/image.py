@@ -1,8 +1,8 @@
-"""The layout of a writer's files as one image, and the assignment of boxes to writers.
+"""The layout of a writer's files as one image, planned before a byte is copied.
 
-Both are planned before a byte is copied. An image is the layout of a snapshot in memory: the shards
-as they will be on disk, with their headers, followed by boxes that are only digested. An image
-refers to tensors by name and box and holds no tensor, so that it can be reused for later saves.
+An image is the layout of a snapshot in memory: the shards as they will be on disk, with their
+headers, followed by boxes that are only digested. An image refers to tensors by name and box and
+holds no tensor, so that it can be reused for later saves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,6 @@ from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.shard import plan_shard
 from ckptfmt.documents.tables import TensorKey, TensorTable, key_of, parse_counter, sort_rows
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: Alignment of each shard's begin, in bytes, as direct I/O requires for memory and file.
@@ -520,59 +519,3 @@ def _shard_keys(names: list[str]) -> list[str]:
         taken.add(key)
         keys.append(key)
     return keys
-
-
-# --- the assignment of writers --------------------------------------------------------------------
-
-#: Any hashable and orderable type.
-K = TypeVar("K", bound=Any)
-
-
-def assign_writers(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[frozenset[K], ...]:
-    """Return the keys that each writer writes: each key exactly once, by one of its holders.
-
-    Keys with one holder are assigned first. The other keys follow, largest first, each assigned to
-    the holder with the fewest bytes so far; ties go to the lower key, then to the lower writer. The
-    result doesn't depend on the order within a writer's list.
-
-    Args:
-        holdings: for each writer, key and number of bytes of each piece held.
-
-    Units: bytes.
-    Raises: ARGUMENT when a writer lists a key twice; TENSOR_DIVERGED when two writers give a key
-        different sizes.
-    Source: LPT scheduling, R. L. Graham, SIAM J. Appl. Math. 17 (1969), with restricted machines.
-
-    >>> [sorted(keys) for keys in assign_writers([[("a", 5), ("b", 3), ("c", 3)], [("a", 5), ("b",
-    ...     3)]])]
-    [['b', 'c'], ['a']]
-    """
-    holders, nbytes = _invert(holdings)
-    load = [0] * len(holdings)
-    written: list[list[K]] = [[] for _ in holdings]
-    # Keys with a single holder have a fixed writer; the remaining keys are balanced around them.
-    order = sorted(holders, key=lambda key: (len(holders[key]) > 1, -nbytes[key], key))
-    for key in order:
-        writer = min(holders[key], key=lambda holder: (load[holder], holder))
-        load[writer] += nbytes[key]
-        written[writer].append(key)
-    return tuple(frozenset(keys) for keys in written)
-
-
-def _invert(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[dict[K, list[int]], dict[K, int]]:
-    """Return the holders of each key, ascending, and each key's size in bytes."""
-    holders: dict[K, list[int]] = {}
-    nbytes: dict[K, int] = {}
-    for writer, held in enumerate(holdings):
-        for key, key_nbytes in held:
-            of_key = holders.setdefault(key, [])
-            if of_key and of_key[-1] == writer:
-                raise err(Code.ARGUMENT, f"writer {writer} lists {key} twice")
-            of_key.append(writer)
-            if nbytes.setdefault(key, key_nbytes) != key_nbytes:
-                detail = (
-                    f"{key} has {nbytes[key]} bytes on writer {of_key[0]} and {key_nbytes}"
-                    f" on writer {writer}"
-                )
-                raise err(Code.TENSOR_DIVERGED, detail)
-    return holders, nbytes

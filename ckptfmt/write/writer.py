@@ -13,6 +13,7 @@ from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
+from ckptfmt.documents.packed import Strings
 from ckptfmt.documents.part import Part, dump_failure
 from ckptfmt.documents.tables import TensorKey, key_of
 from ckptfmt.errors import CkptError, Code, err
@@ -42,7 +43,7 @@ _REMEDIES: Final = {
 _REMEDY: Final = (
     "Save less there: large data as tensors or arrays, in fewer pieces; or leave it out of the"
     " state."
-    " spec/90-limits.md has the limits."
+    " spec/core/90-limits.md has the limits."
 )
 
 
@@ -134,7 +135,9 @@ def structure_of(snapshot: Snapshot) -> Structure:
     sources = sort_sources(snapshot)
     return Structure(
         **gather_boxes(sources).members(),
-        declared_by=[snapshot.declared_by.get(key_of(source), "") for source in sources],
+        declared_by=Strings.of(
+            [snapshot.declared_by.get(key_of(source), "") for source in sources]
+        ),
         replica=[source.replica for source in sources],
     )
 

@@ -151,6 +151,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="where to; standard output if it isn't given"
     )
     badge.add_argument("--html", type=Path, metavar="FILE", help="write the page as well")
+    badge.add_argument(
+        "--profile", metavar="NAME", default="", help="the badge of a profile, such as R-core"
+    )
     badge.set_defaults(command=_badge)
     add_chaos(commands)
     return parser
@@ -170,6 +173,13 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         default=[],
         choices=KINDS,
         help="only cases of this kind; may be repeated",
+    )
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only cases that need no profile but this one, such as R-core; may be repeated",
     )
     parser.add_argument(
         "--vectors", type=Path, metavar="DIR", help="other vectors than those of the suite"
@@ -193,12 +203,12 @@ def _run(arguments: argparse.Namespace) -> int:
     target = find_target(arguments.adapter)
     vectors = load_cases(arguments.vectors or vectors_root())
     xfails = read_xfails(target, arguments.xfails)
-    chosen = select_cases(vectors, patterns=arguments.filter, kinds=arguments.kind)
+    chosen = _select(arguments, vectors)
     progress: list[Progress] = []
     drawn_by = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     if arguments.vectors is None:
         drawn = draw_cases(vectors, drawn_by)
-        chosen += select_cases(drawn, patterns=arguments.filter, kinds=arguments.kind)
+        chosen += _select(arguments, drawn)
 
     def choose(description: Description, cases: Sequence[Case]) -> Sequence[Case]:
         """Return `cases` and the trajectories that the selection and the adapter admit.
@@ -218,6 +228,7 @@ def _run(arguments: argparse.Namespace) -> int:
     selection += [f"--filter {pattern}" for pattern in arguments.filter] + [
         f"--kind {kind}" for kind in arguments.kind
     ]
+    selection += [f"--profile {name}" for name in arguments.profile]
     try:
         run = run_cases(
             target,
@@ -252,12 +263,22 @@ def _run(arguments: argparse.Namespace) -> int:
 def _choose_cells(
     arguments: argparse.Namespace, description: Description, drawn_by: int
 ) -> Sequence[Case]:
-    if "trajectory" not in (arguments.kind or description.kinds) or arguments.vectors is not None:
+    kinds = arguments.kind or description.kinds
+    if "trajectory" not in kinds or arguments.vectors is not None or arguments.profile:
         return ()
     found = cells.find_cases(arguments.filter)
     # A command can't be asked for witnessed trajectories. Where no trajectory is chosen, no
     # framework is imported.
     return (*found, *cells.draw_witnessed(drawn_by, arguments.filter)) if found else ()
+
+
+def _select(arguments: argparse.Namespace, cases: Sequence[Case]) -> tuple[Case, ...]:
+    return select_cases(
+        cases,
+        patterns=arguments.filter,
+        kinds=arguments.kind,
+        profiles=arguments.profile,
+    )
 
 
 def _write_reports(run: Run, arguments: argparse.Namespace) -> None:
@@ -284,12 +305,10 @@ def read_xfails(target: Target, path: Path | None) -> Xfails:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    cases = list(
-        select_cases(load_cases(arguments.vectors or vectors_root()), kinds=arguments.kind)
-    )
-    if "trajectory" in (arguments.kind or KINDS) and arguments.vectors is None:
+    cases = list(_select(arguments, load_cases(arguments.vectors or vectors_root())))
+    has_cells = "trajectory" in (arguments.kind or KINDS) and not arguments.profile
+    if has_cells and arguments.vectors is None:
         cases += cells.find_cases(arguments.filter)
-    cases = list(select_cases(cases, patterns=arguments.filter))
     width = max((len(case.id) for case in cases), default=0)
     for case in cases:
         print(f"{case.kind:10} {case.id:{width}}  {case.description}")
@@ -298,7 +317,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _extract(arguments: argparse.Namespace) -> int:
     cases = load_cases(arguments.vectors or vectors_root())
-    for case in select_cases(cases, patterns=arguments.filter, kinds=arguments.kind):
+    for case in _select(arguments, cases):
         print(case.write_files(arguments.out / case.id))
     return EXIT_GREEN
 
@@ -307,10 +326,11 @@ def _badge(arguments: argparse.Namespace) -> int:
     run = parse_json(arguments.report.read_text("utf-8"))
     if arguments.html is not None:
         arguments.html.write_text(dump_html(run), "utf-8")
+    badge = badge_svg(run, profile=arguments.profile)
     if arguments.out is None:
-        sys.stdout.write(badge_svg(run))
+        sys.stdout.write(badge)
     else:
-        arguments.out.write_text(badge_svg(run), "utf-8")
+        arguments.out.write_text(badge, "utf-8")
     return EXIT_GREEN
 
 

@@ -7,6 +7,7 @@ trajectory on any number of workers.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 from collections.abc import Iterable
 from typing import Final
@@ -16,7 +17,15 @@ from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.runner import Result, Run
 from ckptfmt_conformance.seeded import PREFIX, SEEDED
 
-__all__ = ["LEVELS", "SELF_REPORTED", "badge_svg", "claim_of", "said_claim"]
+__all__ = [
+    "LEVELS",
+    "SELF_REPORTED",
+    "ProfileCount",
+    "badge_svg",
+    "claim_of",
+    "count_profiles",
+    "said_claim",
+]
 
 LEVELS: Final = ("S0", "S1", "S2", "T1", "T2")
 
@@ -35,6 +44,52 @@ _RED: Final = "#b3261e"
 _GREY: Final = "#5f6368"
 #: Approximate width of a character, in pixels, of a font like Verdana at 11 pixels.
 _CHARACTER_WIDTH: Final = 6.6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCount:
+    """The cases of a profile in a run.
+
+    Attributes:
+        name: the profile, or the companion.
+        passed: number of the profile's cases that passed.
+        total: number of the profile's cases for the claimed profiles.
+        is_held: whether the run is green, all these cases passed, and none was left out by a
+            selection.
+    """
+
+    name: str
+    passed: int
+    total: int
+    is_held: bool
+
+
+def count_profiles(run: Run) -> list[ProfileCount]:
+    """Return the counts of all claimed profiles, sorted by name.
+
+    A case belongs to each profile that the case needs. Without a claim of profiles, all profiles
+    count, and a case that was left out is a case that didn't pass.
+    """
+    claimed = set(run.description.profiles)
+    found: dict[str, list[Result]] = {}
+    for result in run.results:
+        needed = result.case.profiles
+        if not claimed or set(needed) <= claimed:
+            for name in needed:
+                found.setdefault(name, []).append(result)
+    complete = run.is_green and not _is_partial(run)
+    counts = []
+    for name, results in sorted(found.items()):
+        passed = sum(result.status is Status.PASS for result in results)
+        counts.append(
+            ProfileCount(
+                name=name,
+                passed=passed,
+                total=len(results),
+                is_held=complete and passed == len(results),
+            )
+        )
+    return counts
 
 
 def claim_of(run: Run) -> str:
@@ -85,7 +140,9 @@ def _level_of(result: Result) -> str:
 def _is_needed(result: Result, level: str) -> bool:
     """Return whether a case belongs to the minimum of a level."""
     case = result.case
-    if level == "S0" and case.kind not in ("open", "read", "reshard"):
+    if level == "S0" and (
+        case.kind not in ("open", "read", "reshard") or case.profiles not in ((), ("R-core",))
+    ):
         return False
     # A case of a version that the adapter doesn't speak is skipped, unless the case checks that the
     # adapter refuses the version.
@@ -117,10 +174,31 @@ def badge_text(run: Run) -> tuple[str, str]:
     return ", ".join([claim, *notes]), _YELLOW if notes or claim == "no claim" else _GREEN
 
 
-def badge_svg(run: Run) -> str:
-    """Return a badge as SVG: the version of the format on the left, the claim on the right."""
-    left = f"ckptfmt {'/'.join(run.description.spec)}"
-    right, colour = badge_text(run)
+def _is_partial(run: Run) -> bool:
+    """Return whether a selection left out cases of profiles; a choice of whole profiles doesn't."""
+    return any(not text.startswith("--profile ") for text in run.selection)
+
+
+def _profile_text(run: Run, profile: str) -> tuple[str, str]:
+    """Return the text of the right half of a profile's badge, and the colour."""
+    count = next((count for count in count_profiles(run) if count.name == profile), None)
+    if count is None:
+        return "not claimed", _GREY
+    if _is_partial(run):
+        return "partial run", _GREY
+    if not count.is_held:
+        return f"{count.passed} of {count.total}", _RED
+    return f"{count.total} cases, {SELF_REPORTED}", _GREEN
+
+
+def badge_svg(run: Run, *, profile: str = "") -> str:
+    """Return a badge as SVG: the version of the format on the left, the claim on the right.
+
+    Args:
+        profile: the name of a profile, for a badge of this profile instead of the claim level.
+    """
+    left = f"ckptfmt {'/'.join(run.description.spec)}" + (f" {profile}" if profile else "")
+    right, colour = _profile_text(run, profile) if profile else badge_text(run)
     widths = [round(len(text) * _CHARACTER_WIDTH) + 12 for text in (left, right)]
     texts = [(left, widths[0] / 2), (right, widths[0] + widths[1] / 2)]
     title = html.escape(f"{left}: {right}")

@@ -42,7 +42,7 @@ _MEMBERS: Final[dict[str, Any]] = {
     "source": dict,
     "files": dict,
 }
-_OPTIONAL: Final[dict[str, Any]] = {"request": (dict, type(None))}
+_OPTIONAL: Final[dict[str, Any]] = {"request": (dict, type(None)), "profiles": list}
 _REMEDY: Final = (
     "Install the wheel again, or generate the vectors anew; a released case is never edited."
 )
@@ -76,6 +76,8 @@ class Case:
         kind: an entry of `KINDS`.
         roles: the roles of implementations that have to pass the case.
         spec: the version of the format in which the case is written.
+        profiles: the profiles that an implementation needs to be asked; none for a
+            trajectory, and for a checkpoint of an earlier version.
         features: the required reader features.
         derived_from: the id of the valid case from which the case was made; None for none.
         edit: the change to the valid case.
@@ -94,6 +96,7 @@ class Case:
     kind: str
     roles: tuple[str, ...] = ("reader",)
     spec: str = ""
+    profiles: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     derived_from: str | None = None
     edit: str | list[Any] | None = None
@@ -155,16 +158,22 @@ def load_cases(root: Path) -> tuple[Case, ...]:
 
 
 def select_cases(
-    cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: Sequence[str] = ()
+    cases: Iterable[Case],
+    *,
+    patterns: Sequence[str] = (),
+    kinds: Sequence[str] = (),
+    profiles: Sequence[str] = (),
 ) -> tuple[Case, ...]:
-    """Return the cases whose id fits a pattern and whose kind is in `kinds`.
+    """Return the cases whose id fits a pattern, of a kind in `kinds`, for the given profiles.
 
-    An empty `patterns` or `kinds` selects all cases.
+    A case is for profiles if the case needs none but these. An empty `patterns`, `kinds` or
+    `profiles` selects all cases.
     """
     return tuple(
         case
         for case in cases
         if (not kinds or case.kind in kinds)
+        and (not profiles or set(case.profiles) <= set(profiles))
         and (not patterns or any(fnmatch.fnmatchcase(case.id, pattern) for pattern in patterns))
     )
 
@@ -232,10 +241,17 @@ def _parse_case(where: str, members: dict[str, Any], contents: Mapping[str, byte
         **{
             **members,
             **{name: tuple(members[name]) for name in ("requirements", "roles", "features")},
+            "profiles": tuple(members.get("profiles", _profiles_of(members))),
             "expect": _parse_expectation(where, members["expect"]),
             "files": {name: contents[key] for name, key in members["files"].items()},
         }
     )
+
+
+def _profiles_of(members: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the profiles of a case of an earlier version, which names none: of runs, R-run."""
+    is_run = members["path"] == "." and "run.json" in members["files"]
+    return ("R-run",) if is_run else ()
 
 
 def _is_inside(path: str) -> bool:

@@ -49,6 +49,15 @@ EXIT_FAILED: Final = 1
 #: crash.
 EXIT_USAGE: Final = 2
 
+#: The profiles that a profile needs; every companion needs R-core (specification, page 01).
+_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "R-core": (),
+    "R-run": ("R-core", "R-validate"),
+    "W-core": (),
+    "W-delta": ("W-core", "R-delta"),
+    "W-run": ("W-core", "R-run"),
+}
+
 #: The kinds of questions about a directory. The methods of an adapter's class have these names.
 METHODS: Final = ("open", "read", "reshard", "write", "context", "parse")
 
@@ -91,7 +100,7 @@ class Adapter(Protocol):
     """
 
     def describe(self) -> Mapping[str, Any]:
-        """Return name, version, spec, roles, features and kinds."""
+        """Return name, version, spec, roles, features and kinds, and perhaps profiles."""
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Open a checkpoint, check all metadata, read every tensor, and return the digests."""
@@ -120,6 +129,8 @@ class Description:
 
     Attributes:
         spec: the supported versions of the format.
+        profiles: the implemented profiles; none if the adapter doesn't list them, and is asked the
+            cases of all profiles.
         serve: whether the adapter answers many questions with a single process.
     """
 
@@ -129,6 +140,7 @@ class Description:
     roles: tuple[str, ...]
     features: tuple[str, ...]
     kinds: tuple[str, ...]
+    profiles: tuple[str, ...] = ()
     serve: bool = False
 
 
@@ -245,23 +257,34 @@ def _answer_of(exit_code: int, body: object) -> Answer:
     return Answer(outcome=outcome, body=body)
 
 
+def _check_profiles(profiles: Sequence[str]) -> None:
+    """Raise ValueError for a profile without the profiles that it needs."""
+    for name in profiles:
+        needed = set(_NEEDS.get(name, ("R-core",))) - set(profiles)
+        if needed:
+            raise ValueError(
+                f"'profiles' has {name}, which also needs {' and '.join(sorted(needed))}"
+            )
+
+
 def parse_description(body: Mapping[str, Any]) -> Description:
     """Return an adapter's description.
 
     Raises: ValueError with the name of the missing or wrong member.
     """
     lists: dict[str, tuple[str, ...]] = {}
-    for member in ("spec", "roles", "features", "kinds"):
+    for member in ("spec", "roles", "features", "kinds", "profiles"):
         values = (
             [body["spec"]]
             if member == "spec" and isinstance(body.get("spec"), str)
-            else body.get(member)
+            else body.get(member, [] if member == "profiles" else None)
         )
         if not isinstance(values, list | tuple) or not all(
             isinstance(value, str) for value in values
         ):
             raise ValueError(f"{member!r} isn't a list of strings")
         lists[member] = tuple(values)
+    _check_profiles(lists["profiles"])
     for member in ("name", "version"):
         if not isinstance(body.get(member), str):
             # The answer is wrong, not a type.

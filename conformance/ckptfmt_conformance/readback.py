@@ -31,7 +31,7 @@ __all__ = [
 
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 ORIGIN: Final = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
-#: Size of an element in bytes, and the tag in a shard's header; spec/50-shards.md.
+#: Size of an element in bytes, and the tag in a shard's header; spec/core/50-tensors.md.
 DTYPES: Final[dict[str, tuple[int, str]]] = {
     "bool": (1, "BOOL"), "uint8": (1, "U8"), "int8": (1, "I8"),
     "uint16": (2, "U16"), "int16": (2, "I16"), "uint32": (4, "U32"), "int32": (4, "I32"),

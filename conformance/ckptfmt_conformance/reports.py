@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
 from ckptfmt_conformance import __version__
-from ckptfmt_conformance.badge import SELF_REPORTED, claim_of, said_claim
+from ckptfmt_conformance.badge import SELF_REPORTED, claim_of, count_profiles, said_claim
 from ckptfmt_conformance.cases import Case, Expectation
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.judge import RED, Status
@@ -150,7 +150,17 @@ def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -
     claim = said_claim(run)
     why = "none: not everything was asked" if run.selection else "none"
     lines.append(f"claim level: {claim or why}")
+    lines += _profile_lines(run)
     return "\n".join(lines)
+
+
+def _profile_lines(run: Run) -> list[str]:
+    """Return a line for each profile with cases in the run."""
+    return [
+        f"profile {count.name}: {count.passed} of {count.total} cases"
+        + (f", {SELF_REPORTED}" if count.is_held else ", not held")
+        for count in count_profiles(run)
+    ]
 
 
 def _left_out(run: Run) -> list[str]:
@@ -180,6 +190,10 @@ def dump_json(run: Run) -> str:
             "green": run.is_green,
             "claim": claim_of(run) or None,
             "claim_by": SELF_REPORTED if claim_of(run) else None,
+            "profiles": {
+                count.name: {"passed": count.passed, "total": count.total, "held": count.is_held}
+                for count in count_profiles(run)
+            },
             "seed": run.seed,
             "counts": {str(status): count for status, count in run.counts.items()},
             "idle_xfails": run.idle,
@@ -204,6 +218,7 @@ def _result_members(result: Result) -> dict[str, Any]:
         "requirements": case.requirements,
         "description": case.description,
         "features": case.features,
+        "profiles": case.profiles,
         "bug_class": case.bug_class,
         "claim": (case.request or {}).get("claim") if case.kind == "trajectory" else None,
     }
@@ -240,6 +255,7 @@ def _parse_result(members: Mapping[str, Any]) -> Result:
         requirements=tuple(members["requirements"]),
         kind=members["kind"],
         features=tuple(members["features"]),
+        profiles=tuple(members.get("profiles", ())),
         request={"claim": members["claim"]} if members["claim"] else None,
         expect=Expectation(outcome="accept"),
         bug_class=members["bug_class"],

@@ -85,6 +85,7 @@ def _draw_about(source: Case, rng: random.Random) -> Iterator[Case]:
     common: dict[str, Any] = {
         "requirements": source.requirements or ("REQ-OPN-005",),
         "spec": source.spec,
+        "profiles": source.profiles,
         "derived_from": source.id,
         "path": source.path,
         "bug_class": "WRONG_BYTES",

@@ -13,7 +13,7 @@ __all__ = ["from_tree"]
 
 #: Tags of trees with values as entries, and the names of the types.
 _SEQUENCES: Final = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
-#: The smallest number of entries of a packed list; spec/90-limits.md.
+#: The smallest number of entries of a packed list; spec/core/90-limits.md.
 _COMPACT_ITEMS: Final = 16
 #: Tags of trees with keys and values alternately as entries, and the names of the types.
 _MAPPINGS: Final = {"d": "dict", "O": "ordered_dict", "C": "counter"}

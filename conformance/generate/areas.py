@@ -20,7 +20,7 @@ from conformance.generate.kept import is_kept
 #: Members of a case, in the order in which a person reads them.
 _ORDER = (
     "id", "description", "derived_from", "edit", "requirements", "kind", "request", "path",
-    "expect", "why", "bug_class", "roles", "spec", "features", "source", "files",
+    "expect", "why", "bug_class", "roles", "spec", "profiles", "features", "source", "files",
 )  # fmt: skip
 #: Contents made of these bytes only are written as text, all other contents as base64.
 _PLAIN = frozenset(range(0x20, 0x7F)) | {ord("\n")}

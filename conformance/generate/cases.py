@@ -10,6 +10,7 @@ from typing import Any
 
 from conformance.generate.model import Checkpoint, Edit, build
 from conformance.generate.plans import Plan, expected
+from conformance.generate.profiles import profiles_of_case
 from conformance.generate.wire import FORMAT_VERSION
 
 __all__ = ["BUG_CLASSES", "Case", "Page"]
@@ -143,6 +144,7 @@ class Page:
         request: dict[str, Any] | None = None,
         kind: str = "open",
         features: Sequence[str] | None = None,
+        page: str = "",
     ) -> None:
         """Add a checkpoint to refuse, made from a valid checkpoint by a single edit.
 
@@ -154,6 +156,7 @@ class Page:
             after: a change of the files after signing.
             files: all files, if made elsewhere.
             request: the request; by default, a validation of everything.
+            page: the page with the example, for a case of the kind `parse`.
         """
         base = self.bases.get(of)
         if files is None:
@@ -181,6 +184,7 @@ class Page:
             request={"verify": "all"} if request is None else request,
             edit=says,
             derived_from=of if "/" in of else f"{self.name}/valid/{of}",
+            page=page,
             features=(base.manifest["features"]["reader"] if base else [])
             if features is None
             else features,
@@ -202,6 +206,7 @@ class Page:
         place: str = "",
         beside: FileMap | None = None,
         features: Sequence[str] | None = None,
+        page: str = "",
     ) -> None:
         """Add a case with a request besides opening, and the expected answer."""
         base = self.bases.get(of)
@@ -220,6 +225,7 @@ class Page:
             why=why,
             request=request,
             kind=kind,
+            page=page,
             features=(base.manifest["features"]["reader"] if base else [])
             if features is None
             else features,
@@ -241,6 +247,7 @@ class Page:
         kind: str = "open",
         edit: str | None = None,
         derived_from: str | None = None,
+        page: str = "",
     ) -> None:
         if bug not in BUG_CLASSES:
             raise ValueError(f"{name}: no class of bugs is called {bug}")
@@ -260,6 +267,7 @@ class Page:
             "why": why,
             "source": {"generator": self.module, "version": VERSION},
         }
+        members["profiles"] = profiles_of_case(members | {"files": files}, page)
         self.cases.append(
             Case(members=members | ({} if request is None else {"request": request}), files=files)
         )

@@ -6,18 +6,30 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Clause", "citing_tests", "read_clauses"]
+__all__ = ["ROOT", "Clause", "citing_tests", "page_paths", "read_clauses"]
 
 ROOT = Path(__file__).parents[2]
 
 _CLAUSE = re.compile(r"- (REQ-[A-Z]{3}-[0-9]{3}) (?:\[([WRCK]+)\] )?(.+)")
 _LABEL = re.compile(r"REQ-[A-Z]{3}-[0-9]{3}")
 _FENCE = re.compile(r"```\w* *(.*)")
+#: The folders of the specification's pages, in the order in which a reader meets them.
+_FOLDERS = (
+    "", "core", "writing", "validate", "delta", "run", "context", "companions", "appendix",
+)  # fmt: skip
+
+
+def page_paths(spec: Path = ROOT / "spec") -> list[Path]:
+    """Return the paths of all pages: chapter by chapter, by number within a chapter."""
+    return [path for folder in _FOLDERS for path in sorted((spec / folder).glob("*.md"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause:
-    """A labelled clause: page, bound role, codes behind the arrow, and whether it is testable."""
+    """A labelled clause: page, bound roles, codes behind the arrow, and whether it is testable.
+
+    `page` is the path of the page below `spec/`.
+    """
 
     label: str
     page: str
@@ -29,7 +41,7 @@ class Clause:
 def read_clauses(spec: Path = ROOT / "spec") -> list[Clause]:
     """Return all clauses in the order of the pages."""
     found = []
-    for path in sorted(spec.glob("*.md")):
+    for path in page_paths(spec):
         lines = path.read_text("utf-8").splitlines()
         for number, line in enumerate(lines):
             match = _CLAUSE.fullmatch(line)
@@ -39,7 +51,7 @@ def read_clauses(spec: Path = ROOT / "spec") -> list[Clause]:
                 found.append(
                     Clause(
                         label=label,
-                        page=path.stem,
+                        page=path.relative_to(spec).as_posix(),
                         roles=roles or "",
                         codes=tuple(text.partition(" -> ")[2].split(", "))
                         if " -> " in text
@@ -59,7 +71,7 @@ def citing_tests(root: Path = ROOT) -> dict[str, list[str]]:
         if place.parts[0] not in ("conformance", "mutants"):
             for label in _LABEL.findall(path.read_text("utf-8")):
                 found.setdefault(label, set()).add(place.as_posix())
-    for path in sorted((root / "spec").glob("*.md")):
+    for path in page_paths(root / "spec"):
         inside = False
         for line in path.read_text("utf-8").splitlines():
             opening = _FENCE.fullmatch(line)

@@ -1,7 +1,8 @@
 """The sample at each position of a cursor: mixture, skips and tail, played step by step.
 
-The code follows spec/60-context.md in plain Python and without a closed form: slow and simple. The
-vectors are made by this code, and the tests compare the library with its results.
+The code follows spec/context/64-cursor.md and spec/companions/63-mixtures.md in plain Python and
+without a closed form: slow and simple. The vectors are made by this code, and the tests compare the
+library with its results.
 """
 
 from __future__ import annotations

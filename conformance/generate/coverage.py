@@ -1,4 +1,4 @@
-"""The table of coverage, spec/97-coverage.md: per clause, the examples and the convicted faults."""
+"""The table of coverage, spec/appendix/97-coverage.md: examples and convicted faults per clause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.generate.pages import all_cases
 
 __all__ = ["find_gaps", "table_text", "write_table"]
 
-TABLE = ROOT / "spec" / "97-coverage.md"
+TABLE = ROOT / "spec" / "appendix" / "97-coverage.md"
 
 _HEAD = """\
 # Coverage
@@ -121,7 +121,7 @@ def table_text(cases: Sequence[Case]) -> str:
         if row.clause.page != page:
             page = row.clause.page
             lines += [
-                f"\n## [{page.partition('-')[0]}]({page}.md)\n",
+                f"\n## [{page.rpartition('/')[2][:2]}](../{page})\n",
                 "| Clause | Accepted | Refused | Test |",
                 "|---|---|---|---|",
             ]

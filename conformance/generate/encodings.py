@@ -1,4 +1,4 @@
-"""An encoder of blocks for spec/55-encodings.md: plain, slow, with all choices left to callers."""
+"""An encoder of blocks for spec/delta/55-encodings.md: plain, slow, all choices left to callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fenced examples of the specification (spec/00-overview.md, Notation), and their files.
+"""The fenced examples of the specification (spec/appendix/98-notation.md), and their files.
 
 `text` is a picture, and `python` a session with the reference implementation; every other line or
 document is a sequence of bytes that every reader accepts or refuses.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.generate.clauses import ROOT
+from conformance.generate.clauses import ROOT, page_paths
 from conformance.generate.deflate import deflate_stored
 from conformance.generate.views import document_of, load_schema
 from conformance.generate.wire import Bend, json_document, msgpack, table_document
@@ -72,7 +72,7 @@ class Example:
 def read_fences(spec: Path = ROOT / "spec") -> list[Fence]:
     """Return all fences in the order of the pages."""
     found = []
-    for path in sorted(spec.glob("*.md")):
+    for path in page_paths(spec):
         lines = iter(enumerate(path.read_text("utf-8").splitlines(), 1))
         for number, line in lines:
             opening = _FENCE.fullmatch(line)
@@ -81,7 +81,11 @@ def read_fences(spec: Path = ROOT / "spec") -> list[Fence]:
                 content = "\n".join(_until_end(lines)) + "\n"
                 found.append(
                     Fence(
-                        page=path.name, line=number, language=opening[1], tags=tags, content=content
+                        page=path.relative_to(spec).as_posix(),
+                        line=number,
+                        language=opening[1],
+                        tags=tags,
+                        content=content,
                     )
                 )
     return found
@@ -104,7 +108,10 @@ def read_examples(spec: Path = ROOT / "spec") -> list[Example]:
             case "json":
                 found.append(
                     _document(
-                        fence, json.loads(fence.content), says=f"the example {fence.tags['name']}"
+                        fence,
+                        json.loads(fence.content),
+                        says=f"the example {fence.tags['name']}",
+                        page=fence.page,
                     )
                 )
             case "edits":
@@ -121,7 +128,7 @@ def _lines(fence: Fence) -> list[str]:
     return [line for line in fence.content.splitlines() if line.strip()]
 
 
-def _document(fence: Fence, value: Any, *, says: str, **members: Any) -> Example:
+def _document(fence: Fence, value: Any, *, says: str, page: str, **members: Any) -> Example:
     original = json.loads(fence.content)
     features = original["features"]["reader"] if "features" in original else ()
     return Example(
@@ -129,7 +136,7 @@ def _document(fence: Fence, value: Any, *, says: str, **members: Any) -> Example
         name=fence.tags["name"],
         says=says,
         content=file_of(fence, value),
-        page=fence.page,
+        page=page,
         features=tuple(features),
         place=fence.tags.get("for", "document"),
         **members,
@@ -178,7 +185,8 @@ def _edit(source: Fence, fence: Fence, line: str) -> Example:
     """Return the example for a line of edits: the source example, edited."""
     text, code, clauses = _refusal(fence, line)
     value = edited(json.loads(source.content), text)
-    return _document(source, value, says=text, code=code, clauses=clauses, is_edit=True)
+    members: dict[str, Any] = {"code": code, "clauses": clauses, "is_edit": True}
+    return _document(source, value, says=text, page=fence.page, **members)
 
 
 def _line(fence: Fence, line: str, *, place: str = "document") -> Example:

@@ -1,4 +1,4 @@
-"""The table of members, spec/96-fields.md: the members of each document per format version."""
+"""The table of members, spec/appendix/96-fields.md: each document's members per format version."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from conformance.generate.clauses import ROOT
 
 __all__ = ["fields_text", "write_fields"]
 
-PAGE = ROOT / "spec" / "96-fields.md"
+PAGE = ROOT / "spec" / "appendix" / "96-fields.md"
 
 #: The schemas of each version, oldest first; the schemas of earlier versions are kept.
 VERSIONS = {
     "0.1": ROOT / "spec" / "kept" / "0.1",
     "0.9": ROOT / "spec" / "kept" / "0.9",
-    "0.10": ROOT / "spec" / "schema",
+    "0.10": ROOT / "spec" / "kept" / "0.10",
+    "1.0": ROOT / "spec" / "schema",
 }
 #: Shared schemas are listed with the members that use them.
 _SHARED = ("columns", "defs")
@@ -38,7 +39,7 @@ The page of a document describes the meaning of each member.
 | - | the version lacks the member |
 
 A document with a member unknown to the document's version is refused (REQ-DOC-011).
-A new member needs a feature or another version number ([95](95-versions-and-extensions.md)).
+A new member needs a feature or another version ([95](../core/95-versions-and-extensions.md)).
 """
 
 

@@ -1,4 +1,4 @@
-"""The order of samples and the digest of consumed samples; spec/60-context.md."""
+"""The order of samples and the digest of consumed samples; spec/context/64-cursor.md."""
 
 from __future__ import annotations
 

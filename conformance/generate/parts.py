@@ -26,7 +26,7 @@ __all__ = ["ENCODINGS", "PACK_HEADER", "Files", "part_of", "shard_header", "stor
 
 Files = dict[str, bytes]
 
-#: The registry, in its order; spec/45-deltas.md.
+#: The registry, in its order; spec/delta/45-deltas.md.
 ENCODINGS = ("raw", "same", "planes", "xor", "difference", "sparse", "classes", "gradient")
 PACK_HEADER = f"ckptfmt pack {FORMAT_VERSION}\n".encode().ljust(64, b"\0")
 

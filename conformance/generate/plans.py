@@ -30,7 +30,7 @@ __all__ = [
 
 FIELDS = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 
-#: Bytes of an element, and the tag in a shard's header; spec/50-shards.md.
+#: Bytes of an element, and the tag in a shard's header; spec/core/50-tensors.md.
 DTYPES: dict[str, tuple[int, str]] = {
     "bool": (1, "BOOL"), "uint8": (1, "U8"), "int8": (1, "I8"),
     "uint16": (2, "U16"), "int16": (2, "I16"), "uint32": (4, "U32"), "int32": (4, "I32"),

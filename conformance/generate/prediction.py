@@ -1,4 +1,4 @@
-"""Predictions, one element at a time, as computed in spec/56-prediction.md."""
+"""Predictions, one element at a time, as computed in spec/companions/56-prediction.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables common to index and parts, and the index itself; spec/40-index-and-parts.md."""
+"""The tables common to index and parts, and the index itself; spec/core/40-index-and-parts.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON view of msgpack documents (spec/40-index-and-parts.md): byte strings are hex there."""
+"""The JSON view of msgpack documents (spec/appendix/98-notation.md): byte strings are hex there."""
 
 from __future__ import annotations
 

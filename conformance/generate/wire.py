@@ -1,4 +1,4 @@
-"""Bytes of the format (spec/10-documents.md): canonical JSON, msgpack, columns, zlib, digests.
+"""Bytes of the format (spec/core/10-documents.md): canonical JSON, msgpack, columns, zlib, digests.
 
 Streams are written by hand: what a compressor makes of the same bytes differs between versions of
 it, and vectors must not.
@@ -31,7 +31,7 @@ __all__ = [
     "table_document",
 ]
 
-FORMAT_VERSION = "0.10"
+FORMAT_VERSION = "1.0"
 
 Change = Callable[[bytes], bytes]
 
@@ -68,7 +68,7 @@ def canonical_string(text: str) -> str:
 
 
 def canonical(value: object) -> str:
-    """Return the canonical JSON text of a value; spec/10-documents.md, "JSON documents"."""
+    """Return the canonical JSON text of a value; spec/core/10-documents.md, "JSON documents"."""
     if isinstance(value, dict):
         return (
             "{"

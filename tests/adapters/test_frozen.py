@@ -21,6 +21,7 @@ import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.adapters.capture import capture
 from ckptfmt.errors import CkptError, Code, IntegrityError
+from ckptfmt.read.frozen_base import Recorded
 from ckptfmt.store import direct
 from tests.adapters.double import checkpoint_of, restore
 from tests.adapters.test_distributed import played
@@ -283,6 +284,20 @@ def test_a_run_is_no_base(tmp_path: Path) -> None:
     error = error_of(lambda: ckptfmt.save(tmp_path / "out", state, step=1))
     assert error.code == "ARGUMENT"
     assert "checkpoint of the run" in error.remedy
+
+
+@pytest.mark.parametrize(
+    "location", ["s3://[", "s3://elsewhere/base", "https://10.0.0.1/", "s3://run2", "file://["]
+)
+def test_a_recorded_url_that_the_caller_has_not_named_is_not_opened(location: str) -> None:
+    """A URL that can't be parsed raised ValueError."""
+    recorded = Recorded(location, "s3://run/adapters")
+    assert code_of(recorded.check) == "FROZEN_BASE_MISSING"
+
+
+@pytest.mark.parametrize("location", ["/models/[base]", "file:///models/base", "s3://run/base"])
+def test_a_recorded_path_and_the_bucket_of_the_checkpoint_are_opened(location: str) -> None:
+    assert Recorded(location, "s3://run/adapters").check() == location
 
 
 def test_a_save_without_the_base_is_refused_and_an_argument_of_another_type(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.counting import CountingStore
 from benchmarks.dcp_boxes import load_as_rank, save_as_ranks
 from benchmarks.fleet import iter_bad, make_origin, write_fleet
 from benchmarks.layouts import BLOCK_NBYTES, Cut, Matrices, count_edge_nbytes, save_in_rows
 from benchmarks.mixture import describe_mixture, halve, make_mixture, split_rows
-from benchmarks.plan import CountingStore, plan_reads
+from benchmarks.plan import plan_reads
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import finalize
 from ckptfmt.read.reader import Checkpoint

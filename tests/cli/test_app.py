@@ -181,7 +181,7 @@ def test_main_takes_the_arguments_of_the_process(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ckptfmt", "--version"])
 
     assert main() == 0
-    assert "(format 0.10)" in capsys.readouterr().out
+    assert "(format 1.0)" in capsys.readouterr().out
 
 
 def test_the_demo_takes_its_own_options(monkeypatch):

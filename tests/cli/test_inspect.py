@@ -95,7 +95,7 @@ def test_json_has_everything(call_json, checkpoint_path):
     assert code == 0
     assert (answer["kind"], answer["format"], answer["step"], answer["writer_count"]) == (
         "checkpoint",
-        "0.10",
+        "1.0",
         3,
         2,
     )

@@ -68,7 +68,7 @@ def test_json_says_all_of_the_report_and_keeps_own_bytes_apart(call_json, checkp
         "nbytes",
     }
     assert (answer["format"], answer["kind"], answer["valid"], answer["verdict"]) == (
-        "0.10",
+        "1.0",
         "checkpoint",
         True,
         "valid",

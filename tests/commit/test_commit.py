@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import shutil
 import socket
 import threading
 import time
@@ -34,10 +35,11 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.documents.part import dump_failure
+from ckptfmt.documents.versions import EARLIER
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
 from ckptfmt.read.files import read_manifest
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.store import LocalStore
+from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import tell_failure, write_failure, write_part
 from tests.builders import (
@@ -54,6 +56,7 @@ from tests.builders import (
     verify,
 )
 from tests.homes import files_of
+from tests.house.sources import ROOT
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.recorder import Recorder
 
@@ -726,3 +729,23 @@ def test_the_same_code_commits_on_a_file_system(tmp_path):
     assert verify(LocalStore(tmp_path / "c", writable=False)).valid
     retire(store, manifest)
     assert [path.name for path in (tmp_path / "c").rglob("*")] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_an_attempt_with_parts_and_index_of_an_earlier_version_is_committed(version, tmp_path):
+    """A newer program finishes a save after an upgrade: REQ-CMT-006."""
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "spec" / "kept" / version / "run", run)
+    place = open_store(run, writable=True).at("step-00000001-l0001")
+    register = read_register(place)
+    assert isinstance(register, Manifest)
+    (run / "step-00000001-l0001" / "manifest.json").unlink()
+
+    committed = finalize(place, register.origin)
+
+    assert (committed.index_nbytes, committed.index_digest) == (
+        register.index_nbytes,
+        register.index_digest,
+    )
+    assert committed.fields == register.fields
+    shutil.rmtree(run)  # the stranger's reader reads no part of these versions

@@ -61,7 +61,7 @@ def test_the_command_runs_from_the_wheel(installed, tmp_path):
 
     out = run(*command, *HANDFUL, "--json", str(report), cwd=tmp_path, path=installed)
 
-    assert re.search(r"\(format [0-9.]+\): \d\d+ PASS in ", out)
+    assert re.search(r"\(format [0-9./]+\): \d\d+ PASS in ", out)
     results = json.loads(report.read_text())
     assert results["green"]
     assert {result["status"] for result in results["results"]} == {"PASS"}

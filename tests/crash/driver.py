@@ -18,13 +18,13 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any, Final
+from typing import Final
 
 from ckptfmt.store.local import LocalStore
 from tests.crash.trainer import PHASES, train
 from tests.explorer import content
 from tests.explorer.crashes import scan
-from tests.explorer.judge import Judge, Promises
+from tests.explorer.judge import Judge, Promises, by_checkpoint
 from tests.store.helpers import FAST_DIRECTORY
 
 #: Kills in one run, before the next is begun: retired checkpoints leave their tombstones, and
@@ -139,23 +139,12 @@ class _Run:
         for name, digest in self._promises.saved.items():
             if not content.load(store.at(name), digest=digest).exact:
                 self._report.violations.append(f"silent: {name}, read in place")
-        directories = {path.partition("/")[0] for path in files if path.startswith("step-")}
+        directories = by_checkpoint(files)
         self._report.torn_count += any(f"{name}/manifest.json" not in files for name in directories)
         self._report.checked_count += sum(
-            isinstance(self._judge.load(inner), content.Loaded)
-            for inner in _inner_files(files, directories)
+            isinstance(self._judge.load(own, name), content.Loaded)
+            for name, own in directories.items()
         )
-
-
-def _inner_files(files: Any, directories: set[str]) -> list[dict[str, bytes]]:
-    return [
-        {
-            path.removeprefix(f"{name}/"): data
-            for path, data in files.items()
-            if path.startswith(f"{name}/")
-        }
-        for name in directories
-    ]
 
 
 def kill_many(kill_count: int, seed: int) -> Report:

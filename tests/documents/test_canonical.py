@@ -22,7 +22,7 @@ from ckptfmt.errors import Code, FormatError, IntegrityError, UnsupportedError
 from tests.builders import code_of, error_of
 
 FEATURES: dict[str, Any] = {"reader": [], "writer": []}
-RUN = {"type": "run", "format_version": "0.10", "features": FEATURES, "run_id": "0" * 32}
+RUN = {"type": "run", "format_version": "1.0", "features": FEATURES, "run_id": "0" * 32}
 
 
 def parse(content, **options):
@@ -157,7 +157,7 @@ SCHEMA = {
         {"features": {"reader": ["packs"], "writer": []}, "run_id": 7, "more": 1},
         Code.FEATURE_UNSUPPORTED,
     ),
-    "28 newer version": ({"format_version": "1.0"}, Code.VERSION_UNSUPPORTED),
+    "28 newer version": ({"format_version": "2.0"}, Code.VERSION_UNSUPPORTED),
     "28 before anything else is looked at": (
         {"format_version": "0.2", "features": 1, "x": 1},
         Code.VERSION_UNSUPPORTED,
@@ -309,7 +309,7 @@ def test_the_version_is_checked_before_the_features():
     wrong = {"format_version": "0.2", "features": {"reader": ["packs"], "writer": []}}
     assert code_of(lambda: check_version(wrong, "x")) == Code.VERSION_UNSUPPORTED
     assert (
-        code_of(lambda: check_version({**wrong, "format_version": "0.10"}, "x"))
+        code_of(lambda: check_version({**wrong, "format_version": "1.0"}, "x"))
         == Code.FEATURE_UNSUPPORTED
     )
 

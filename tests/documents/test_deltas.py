@@ -1000,11 +1000,17 @@ SMALL.group("cast", ("optimizer", "master"), ("optimizer", "low"))
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("bit", range(8))
 def test_no_changed_byte_says_the_same(bit, stride):
-    """REQ-DOC-022, REQ-IDX-002: under a valid digest, a changed byte is refused or says something else."""
+    """REQ-DOC-022, REQ-IDX-002: under a valid digest, a changed byte is refused or says something else.
+
+    A later minor version says the same by its other members (REQ-VER-011).
+    """
     part = SMALL.part()
     content = dump_msgpack(parse_signed(part.dump()[0]))
     accepted = 0
+    minor = content.index(b"1.0", content.index(b"format_version")) + 2
     for at in range(bit % stride, len(content), stride):
+        if at == minor:
+            continue
         changed = bytearray(content)
         changed[at] ^= 1 << bit
         try:

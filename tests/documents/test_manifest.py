@@ -208,7 +208,7 @@ DELTA_EDITS = [
     (("features", "reader"), ["deltas", "deltas"], Code.DOC_SCHEMA, "REQ-VER-008"),
     (("features", "reader"), ["deltas", "wavelets"], Code.FEATURE_UNSUPPORTED, "REQ-DOC-010"),
     (("features", "reader"), ["deltas", "references"], Code.FEATURE_UNSUPPORTED, "REQ-DOC-010"),
-    (("fields", "rng"), PRESENT, Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("fields", "rng"), PRESENT, Code.PROFILE_MISMATCH, "REQ-DEL-027"),
     (("fields", "data", "stored_nbytes"), 0, Code.DOC_SCHEMA, "REQ-MAN-003"),
     (("references", 0, "name"), "step-000000001-l0001", Code.UNSAFE_PATH, "REQ-DEL-002"),
     (("references", 0, "name"), "../step-00000001-l0001", Code.DOC_SCHEMA, "REQ-RUN-008"),

@@ -130,6 +130,21 @@ def test_limits_are_the_last_that_is_taken():
     )
 
 
+@pytest.mark.parametrize(("count", "code"), [(998, "ok"), (999, Code.LIMIT_EXCEEDED)])
+def test_an_index_or_part_has_few_arrays_and_maps(count, code):
+    """REQ-DOC-031: rows are in columns, whatever the number of rows."""
+    stored = zlib.compress(dump_msgpack({"rows": [[]] * count}), 0)
+    content = dump_msgpack(
+        {
+            "digest": digest_bytes(stored),
+            "nbytes": len(zlib.decompress(stored)),
+            "signed": stored,
+        }
+    )
+
+    assert code_of(lambda: parse_packed_document(content, where="x")) == code
+
+
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
 VALUES = st.recursive(
     st.none()

@@ -5,16 +5,20 @@ import dataclasses
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.documents.canonical import parse_document
+from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.msgpk import dump_packed_document
 from ckptfmt.documents.packed import dump_packed, dump_strings
 from ckptfmt.documents.part import Part, PartFile, dump_failure
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import Code, FormatError, IntegrityError, err
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.writer import write_part
 from tests.builders import (
     code_of,
     edit_strings,
@@ -22,6 +26,9 @@ from tests.builders import (
     origin,
     parse_signed,
     small_files,
+    snapshot,
+    stream,
+    tensor,
     unpacked,
 )
 from tests.part_rows import RowBox, RowExtent, RowTensor, contents_of, holdings_of, rows_of
@@ -671,3 +678,42 @@ def test_a_failure_record_holds_whatever_the_error_says():
             origin().attempt,
         )
         assert len(record["detail"]) <= 1000
+
+
+def part_of(writer, *, stream_scope, tensor_scope):
+    store = MemoryStore()
+    held = snapshot(
+        tensor("w", np.ones(3, np.float32), scope=tensor_scope),
+        streams=[stream("python", 1, scope=stream_scope)],
+    )
+    of = origin(writer_count=2)
+    write_part(store, held, of, writer=writer)
+    path = part_path(of.attempt, writer)
+    return store.read(path, limit_nbytes=1 << 20), path
+
+
+def test_writers_with_streams_of_their_own_share_a_table():
+    """A commit of 4,096 writers took minutes and gigabytes: each part's table was an object of its own."""
+    known: dict[bytes, TensorTable] = {}
+    one, two = (
+        Part.parse(content, where=path, known=known)[0].holdings.table
+        for content, path in (
+            part_of(writer, stream_scope=f"lw/{writer}", tensor_scope="global") for writer in (0, 1)
+        )
+    )
+    assert one is two
+    assert one.keys == (("weights", "w", "global"),)
+
+
+def test_tables_of_tensors_of_different_workers_are_never_shared():
+    known: dict[bytes, TensorTable] = {}
+    tables = [
+        Part.parse(content, where=path, known=known)[0].holdings.table
+        for content, path in (
+            part_of(writer, stream_scope=f"lw/{writer}", tensor_scope=f"lw/{writer}")
+            for writer in (0, 1)
+        )
+    ]
+    assert [table.keys for table in tables] == [
+        (("weights", "w", "lw/0"),), (("weights", "w", "lw/1"),)
+    ]  # fmt: skip

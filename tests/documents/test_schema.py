@@ -14,7 +14,7 @@ from tests.builders import NONCE, RUN_ID, code_of, error_of
 
 FEATURES: dict[str, Any] = {"reader": [], "writer": []}
 DIGEST = "blake3:" + "a" * 64
-HEAD = {"format_version": "0.10", "features": FEATURES, "run_id": RUN_ID, "launch": 3}
+HEAD = {"format_version": "1.0", "features": FEATURES, "run_id": RUN_ID, "launch": 3}
 PRESENT = {"state": "present", "tensor_count": 0, "nbytes": 0, "stream_count": 0, "leaf_count": 0}
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "run": {"type": "run", **{key: HEAD[key] for key in ("format_version", "features", "run_id")}},
@@ -29,7 +29,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "tombstone": {"type": "tombstone", **HEAD, "step": 0, "manifest_digest": DIGEST},
     "failure": {
         "type": "failure",
-        "format_version": "0.10",
+        "format_version": "1.0",
         "features": FEATURES,
         "attempt": "a" * 16,
         "writer": 0,

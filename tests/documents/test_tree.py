@@ -23,6 +23,7 @@ from ckptfmt.documents.tree import (
     find_difference,
     iter_values,
     parse_tree,
+    repack_tree,
 )
 from ckptfmt.errors import Code, FormatError, StateError
 from tests.builders import code_of, error_of
@@ -507,3 +508,50 @@ def test_scalars_of_all_kinds_are_members_of_a_set():
     }
 
     assert parse_tree(dump_tree(value, where="x"), where="x") == value
+
+
+# --- trees of format 0.9 --------------------------------------------------------------------------
+
+
+def unpacked(value):
+    """The tree of a value as format 0.9 wrote it: an entry of a list is a tree of its own."""
+    if isinstance(value, list | tuple):
+        return ["l" if isinstance(value, list) else "t", *map(unpacked, value)]
+    if isinstance(value, dict):
+        return ["d", *(unpacked(item) for pair in value.items() for item in pair)]
+    if isinstance(value, frozenset):
+        return ["z", *sorted(map(unpacked, value), key=dump_msgpack)]
+    return ["f", struct.pack("<d", value)] if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(40)),
+        tuple(float(n) / 3 for n in range(16)),
+        [str(n) for n in range(15)],
+        {"a": ["x"] * 16, "b": [list(range(-20, 20)), None, (True,) * 17]},
+        frozenset({tuple(range(16)), tuple(range(17)), "a"}),
+        [1, "mixed"] * 20,
+    ],
+    ids=["numbers", "fractions", "texts", "dict", "set", "mixed"],
+)
+def test_a_tree_without_packed_lists_is_put_into_the_form_of_today(value):
+    content = repack_tree(dump_msgpack(unpacked(value)))
+
+    assert content == dump_tree(value, where="x")
+    found = parse_tree(content, where="x")
+    assert found == value
+    assert dump_tree(found, where="x") == content
+
+
+@pytest.mark.parametrize(
+    "tree", [["L", "uint8", bytes(range(16))], ["s", 2, 1], ["l", ["U", "bool", bytes(16)]]]
+)
+def test_what_was_no_tree_in_its_version_stays_none(tree):
+    with pytest.raises(FormatError, match="TREE_TAG"):
+        parse_tree(repack_tree(dump_msgpack(tree)), where="x")
+
+
+def test_bytes_that_are_no_tree_stay_as_they_are():
+    assert repack_tree(b"\xc1") == b"\xc1"

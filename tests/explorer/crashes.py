@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ckptfmt.store.local import LocalStore
-from tests.explorer.fsmodel import POSIX_MIN, Disk, DiskState
+from tests.explorer.fsmodel import LIMIT, POSIX_MIN, Disk, DiskState
 from tests.explorer.judge import RECOVERY_ATTEMPT, Judge, Marks, Promises, Violation, recover
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import Operation
@@ -140,6 +140,7 @@ def explore_crashes(
     rng: random.Random,
     recovery: bool = True,
     enough: int = _KEPT,
+    limit: int = LIMIT,
     on_state: Callable[[DiskState, Promises, list[str]], None] | None = None,
 ) -> CrashCounts:
     """Judge every state that a crash during the recording may leave.
@@ -148,6 +149,7 @@ def explore_crashes(
         model: of the disk.
         recovery: whether each state is recovered from, too.
         enough: after so many violations the rest isn't judged.
+        limit: states of a point that are all judged; of more, a sample is.
         on_state: called with each distinct state, what was promised, and some leftovers.
     """
     counts = CrashCounts()
@@ -162,7 +164,7 @@ def explore_crashes(
             if not disk.changed:
                 continue
         counts.point_count += 1
-        for state in disk.iter_states(model, rng):
+        for state in disk.iter_states(model, rng, limit=limit):
             counts.state_count += 1
             key = (state.key, promises.key)
             if key in seen:

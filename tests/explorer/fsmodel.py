@@ -24,9 +24,9 @@ from tests.stores.hooked import Operation
 
 POSIX_MIN: Final = "posix-min"
 EXT4_ORDERED: Final = "ext4-ordered"
-#: Up to so many combinations are all taken; of more, a sample of this size.
-EXHAUSTIVE: Final = 1 << 10
-SAMPLE_COUNT: Final = 200
+#: Up to so many combinations are all taken at a point, if nothing else is said; of more, a sample.
+LIMIT: Final = 1 << 10
+_SAMPLE_COUNT: Final = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,13 +165,15 @@ class Disk:
                 raise AssertionError(f"{operation.op} isn't modelled")
         self.changed = self._adds_states(operation)
 
-    def iter_states(self, model: str, rng: random.Random) -> Iterator[DiskState]:
-        """Yield what a crash now may leave; all of it, or a sample where there is too much."""
+    def iter_states(
+        self, model: str, rng: random.Random, *, limit: int = LIMIT
+    ) -> Iterator[DiskState]:
+        """Yield what a crash now may leave; all of it, or a sample where there is more than `limit`."""
         if model == EXT4_ORDERED:
             for cut in range(self._forced, self._number + 1):
-                yield from self._iter_combinations(model, cut, rng)
+                yield from self._iter_combinations(model, cut, rng, limit)
         else:
-            yield from self._iter_combinations(model, self._number, rng)
+            yield from self._iter_combinations(model, self._number, rng, limit)
 
     def leftovers(self, rng: random.Random) -> list[str]:
         """Return some of the temporaries that a crash now may leave."""
@@ -192,16 +194,19 @@ class Disk:
                 return not _is_temporary(operation.to)
         return True
 
-    def _iter_combinations(self, model: str, cut: int, rng: random.Random) -> Iterator[DiskState]:
+    def _iter_combinations(
+        self, model: str, cut: int, rng: random.Random, limit: int
+    ) -> Iterator[DiskState]:
         slots = self._slots(model, cut)
         total = math.prod(len(choices) for _, choices in slots)
         keys = [key for key, _ in slots]
         picks: Iterable[tuple[object, ...]]
-        if total <= EXHAUSTIVE:
+        if total <= limit:
             picks = itertools.product(*(choices for _, choices in slots))
         else:
             picks = (
-                tuple(rng.choice(choices) for _, choices in slots) for _ in range(SAMPLE_COUNT)
+                tuple(rng.choice(choices) for _, choices in slots)
+                for _ in range(min(limit, _SAMPLE_COUNT))
             )
         for pick in picks:
             yield self._lay_out(dict(zip(keys, pick, strict=True)), cut)

@@ -6,17 +6,26 @@ The rules, by the words that violations begin with:
   a CkptError;
 - ``lost``: what was acknowledged doesn't load, or isn't there;
 - ``partial``: the lineage names what isn't whole; ``older``: it begins with an older one than was
-  acknowledged;
+  acknowledged; ``back``: it begins with one that a rewind has left;
 - ``stuck``: a new launch with a save and a clean-up doesn't work without a manual step;
 - ``reaped``: a clean-up removed what the lineage needs.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Final
 
 from ckptfmt.commit import decision as commit
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Tombstone,
+    parse_checkpoint_name,
+    parse_register,
+)
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read import verify
@@ -48,16 +57,20 @@ class Promises:
         saved: digests of acknowledged checkpoints by name, those that may be retired by now left
             out.
         retired: names of which it was said that they are gone.
+        leaving: names that a rewind is about to leave, which the lineage may begin with, or not.
+        left: names that a rewind has left, which the lineage doesn't begin with any more.
     """
 
     launch: int = 0
     saved: Mapping[str, str] = dataclasses.field(default_factory=dict)
     retired: frozenset[str] = frozenset()
+    leaving: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
 
     @property
-    def key(self) -> tuple[int, frozenset[tuple[str, str]], frozenset[str]]:
+    def key(self) -> Hashable:
         """What makes two of them one."""
-        return self.launch, frozenset(self.saved.items()), self.retired
+        return self.launch, frozenset(self.saved.items()), self.retired, self.leaving, self.left
 
     def after(self, mark: str) -> "Promises":
         """Return the promises after a mark of `Marks`."""
@@ -72,6 +85,10 @@ class Promises:
                 return dataclasses.replace(self, saved=rest)
             case "retired":
                 return dataclasses.replace(self, retired=self.retired | {name})
+            case "leaving":
+                return dataclasses.replace(self, leaving=self.leaving | {name})
+            case "left":
+                return dataclasses.replace(self, left=self.left | {name})
         raise AssertionError(mark)
 
 
@@ -101,8 +118,16 @@ class Marks:
         """The checkpoint is gone for good."""
         self._ack(f"retired {name} -")
 
+    def leaving(self, name: str) -> None:
+        """From here on a rewind may leave the checkpoint."""
+        self._ack(f"leaving {name} -")
 
-class _TellingStore(HookedStore):
+    def left(self, name: str) -> None:
+        """A rewind has left the checkpoint."""
+        self._ack(f"left {name} -")
+
+
+class TellingStore(HookedStore):
     """A store that marks a checkpoint as retiring before anything of it is replaced or deleted."""
 
     def __init__(self, inner: Store, marks: Marks) -> None:
@@ -127,7 +152,7 @@ def clean_up(
     store: Store, run: RunRecord, launch: Launch, marks: Marks, *, keep: int | None
 ) -> None:
     """Clean up, telling what may go before it does, and what is gone afterwards."""
-    telling = _TellingStore(store, marks)
+    telling = TellingStore(store, marks)
     retention.clean_up(
         telling, run, launch=launch.launch, retention=retention.Retention(newest=keep)
     )
@@ -152,12 +177,22 @@ def recover(store: Store, marks: Marks, *, attempt_number: int = RECOVERY_ATTEMP
 
 
 class Judge:
-    """Judges states; remembers its verdicts: many runs end in one state, and most states share most directories."""
+    """Judges states; remembers its verdicts: many runs end in one state, and most states share most directories.
 
-    def __init__(self) -> None:
-        self._verdicts: dict[frozenset[tuple[str, bytes]], content.Loaded | BaseException] = {}
-        self._problems: dict[frozenset[tuple[str, bytes]], str | None] = {}
+    Args:
+        recover: goes on after a crash, and tells what it promises.
+    """
+
+    def __init__(self, recover: Callable[[Store, Marks], object] = recover) -> None:
+        self._recover = recover
+        self._verdicts: dict[Hashable, content.Loaded | BaseException] = {}
+        self._problems: dict[Hashable, str | None] = {}
         self._judged: dict[Hashable, list[Violation]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many distinct pairs of files and promises were judged."""
+        return len(self._judged)
 
     def judge(
         self,
@@ -191,26 +226,29 @@ class Judge:
             found += self._judge_recovery(store, promises, owned=owned)
         return found
 
-    def load(self, files: Mapping[str, bytes]) -> content.Loaded | BaseException:
-        """Read the checkpoint that consists of `files`; return it or what was raised."""
-        key = frozenset(files.items())
+    def load(self, files: Mapping[str, bytes], name: str) -> content.Loaded | BaseException:
+        """Read the checkpoint `name`, whose files and those of its bases are `files`, by their paths in the run.
+
+        Returns: the checkpoint, or what was raised.
+        """
+        key = frozenset(files.items()), name
         if key not in self._verdicts:
-            self._verdicts[key] = _load(MemoryStore.from_snapshot(files))
+            self._verdicts[key] = _load(MemoryStore.from_snapshot(files).at(name))
         return self._verdicts[key]
 
-    def _find_problem(self, files: Mapping[str, bytes]) -> str | None:
+    def _find_problem(self, files: Mapping[str, bytes], name: str) -> str | None:
         """Return what a complete check of a checkpoint finds, if anything."""
-        key = frozenset(files.items())
+        key = frozenset(files.items()), name
         if key not in self._problems:
             report = Report(target="", kind="checkpoint")
-            verify.verify_checkpoint(MemoryStore.from_snapshot(files), report)
+            verify.verify_checkpoint(MemoryStore.from_snapshot(files).at(name), report)
             self._problems[key] = str(report.violations[0]) if report.violations else None
         return self._problems[key]
 
     def _judge_directories(self, files: Mapping[str, bytes], promises: Promises) -> list[Violation]:
         """Judge rules (i) and (ii)."""
         found = []
-        loaded = {name: self.load(inner) for name, inner in _by_directory(files).items()}
+        loaded = {name: self.load(own, name) for name, own in by_checkpoint(files).items()}
         for name, answer in loaded.items():
             if isinstance(answer, content.Loaded):
                 if not answer.exact:
@@ -240,14 +278,21 @@ class Judge:
         if newest < promises.launch:
             found.append(Violation("lost", f"launch {promises.launch}; the newest is {newest}"))
         names = []
-        directories = _by_directory(store.snapshot())
+        directories = by_checkpoint(store.snapshot())
         for entry in lineage.iter_lineage(launches, entries):
             names.append(entry.name)
-            problem = self._find_problem(directories.get(entry.name, {}))
+            problem = self._find_problem(directories.get(entry.name, {}), entry.name)
             if problem:
                 found.append(Violation("partial", f"the lineage names {entry.name}: {problem}"))
-        counted = [name for name in promises.saved if owned or _place_of(name)[1] == newest]
-        return found + _judge_head(names[0] if names else None, counted)
+        counted = [
+            name
+            for name in promises.saved.keys() - promises.leaving
+            if owned or _place_of(name)[1] == newest
+        ]
+        head = names[0] if names else None
+        if head in promises.left:
+            found.append(Violation("back", f"the lineage begins with {head}, which a rewind left"))
+        return found + _judge_head(head, counted)
 
     def _judge_recovery(
         self, store: MemoryStore, promises: Promises, *, owned: bool
@@ -257,7 +302,7 @@ class Judge:
         told: list[str] = []
         try:
             with content.own_nonces("recovery"):
-                recover(store, Marks(told.append))
+                self._recover(store, Marks(told.append))
         except CkptError as error:
             return [Violation("stuck", f"recovery after {told}: {error}")]
         except AssertionError as error:
@@ -267,7 +312,26 @@ class Judge:
         found = self._judge_directories(store.snapshot(), promises)
         found += self._judge_lineage(store, promises, owned=owned)
         found = [dataclasses.replace(violation, rule="reaped") for violation in found]
-        return found + _judge_deletions(before, store.snapshot(), told)
+        return found + self._judge_deletions(before, store.snapshot(), told)
+
+    def _judge_deletions(
+        self, before: Mapping[str, bytes], after: Mapping[str, bytes], told: list[str]
+    ) -> list[Violation]:
+        """Judge what recovery removed: files of directories that it said it retires, or that weren't committed."""
+        retired = {mark.split(" ")[1] for mark in told if mark.startswith("retiring")}
+        found = []
+        for path in before.keys() - after.keys():
+            name = path.partition("/")[0]
+            register = commit.read_register(MemoryStore.from_snapshot(after).at(name))
+            if not isinstance(register, Tombstone | Abort) or (
+                isinstance(register, Tombstone) and name not in retired
+            ):
+                # A retirement that was under way before the crash is finished; everything else needs a
+                # plan.
+                was = commit.read_register(MemoryStore.from_snapshot(before).at(name))
+                if not isinstance(was, Tombstone):
+                    found.append(Violation("reaped", f"{path} was removed"))
+        return found
 
 
 def _judge_head(name: str | None, saved: list[str]) -> list[Violation]:
@@ -281,34 +345,28 @@ def _judge_head(name: str | None, saved: list[str]) -> list[Violation]:
     return []
 
 
-def _judge_deletions(
-    before: Mapping[str, bytes], after: Mapping[str, bytes], told: list[str]
-) -> list[Violation]:
-    """Judge what recovery removed: files of directories that it said it retires, or that weren't committed."""
-    retired = {mark.split(" ")[1] for mark in told if mark.startswith("retiring")}
-    found = []
-    for path in before.keys() - after.keys():
-        name = path.partition("/")[0]
-        register = commit.read_register(MemoryStore.from_snapshot(after).at(name))
-        if not isinstance(register, Tombstone | Abort) or (
-            isinstance(register, Tombstone) and name not in retired
-        ):
-            # A retirement that was under way before the crash is finished; everything else needs a
-            # plan.
-            was = commit.read_register(MemoryStore.from_snapshot(before).at(name))
-            if not isinstance(was, Tombstone):
-                found.append(Violation("reaped", f"{path} was removed"))
-    return found
-
-
-def _by_directory(files: Mapping[str, bytes]) -> dict[str, dict[str, bytes]]:
-    """Return the files of each checkpoint directory, by their paths in it."""
+def by_checkpoint(files: Mapping[str, bytes]) -> dict[str, dict[str, bytes]]:
+    """Return the files that each checkpoint is read from, its own and those of its bases, by their paths in the run."""
     directories: dict[str, dict[str, bytes]] = {}
     for path, data in files.items():
-        name, _, inner = path.partition("/")
+        name = path.partition("/")[0]
         if parse_checkpoint_name(name) is not None:
-            directories.setdefault(name, {})[inner] = data
-    return directories
+            directories.setdefault(name, {})[path] = data
+    return {
+        name: functools.reduce(
+            operator.or_, (directories.get(base, {}) for base in _bases_of(own, name)), own
+        )
+        for name, own in directories.items()
+    }
+
+
+def _bases_of(files: Mapping[str, bytes], name: str) -> list[str]:
+    """Return the names of the checkpoints that a checkpoint refers to."""
+    try:
+        register = parse_register(files[f"{name}/{MANIFEST_NAME}"])
+    except (KeyError, CkptError):
+        return []
+    return [base.name for base in register.references] if isinstance(register, Manifest) else []
 
 
 def _load(store: MemoryStore) -> content.Loaded | BaseException:

@@ -18,10 +18,12 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_na
 from ckptfmt.documents.run import LAUNCHES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read import files
-from ckptfmt.run import lineage, retention
+from ckptfmt.run import lineage, mirror, retention
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import Loss
 from ckptfmt.store.protocol import Buffer, Store
+from tests.explorer import copies
+from tests.explorer.crashes import Recording, record
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import ACK, RecordingCalls
 
@@ -65,16 +67,23 @@ class SceneMutant:
     on_files: bool = False
 
 
-class SkipSync(HookedStore):
-    """A store that forgets its first so many syncs of a directory."""
+def record_mutant(mutant: CrashMutant) -> Recording:
+    """Record the workload of a broken protocol."""
+    workload = copies.WORKLOADS[mutant.workload]
+    with mutant.patch():
+        return record(workload.run, setup=workload.setup, edit=mutant.edit)
 
-    def __init__(self, inner: Store, path: str, *, count: int = 1_000_000) -> None:
+
+class SkipSync(HookedStore):
+    """A store that forgets its first so many syncs of a directory, or of any."""
+
+    def __init__(self, inner: Store, path: str | None = None, *, count: int = 1_000_000) -> None:
         super().__init__(inner)
         self._path = path
         self._left = count
 
     def sync(self, path: str) -> None:
-        if path == self._path and self._left:
+        if self._path in (path, None) and self._left:
             self._left -= 1
         else:
             super().sync(path)
@@ -183,6 +192,34 @@ def _ack_before_sync(operations: Operations) -> Operations:
     return tuple(edited)
 
 
+def _bases_first() -> AbstractContextManager[Any]:
+    right = retention._retire
+    return mock.patch.object(
+        retention, "_retire", lambda store, entries: right(store, list(reversed(entries)))
+    )
+
+
+def _rewind_by_lineage() -> AbstractContextManager[Any]:
+    right = lineage.begin_launch
+    return mock.patch.object(lineage, "begin_launch", lambda store, run, **_: right(store, run))
+
+
+def _unsynced_mirror() -> AbstractContextManager[Any]:
+    right = mirror.mirror_run
+    return mock.patch.object(
+        copies,
+        "mirror_run",
+        lambda home, store, **more: right(home, SkipSync(store, "parts"), **more),
+    )
+
+
+def _unsynced_cache() -> AbstractContextManager[Any]:
+    right = copies.open_cache
+    return mock.patch.object(
+        copies, "open_cache", lambda root, run_id: right(SkipSync(root), run_id)
+    )
+
+
 _LOST: Final = frozenset({"lost"})
 _PARTIAL: Final = frozenset({"partial", "lost"})
 
@@ -228,6 +265,23 @@ CRASH_MUTANTS: Final = {
         rules=frozenset({"partial"}),
         patch=_wrapped(retention, "retire", lambda store, _: SkipSync(store, "", count=1)),
     ),
+    "bases_retired_before_their_deltas": CrashMutant(
+        workload="compaction", rules=_PARTIAL, patch=_bases_first
+    ),
+    "rewind_resumes_the_newest": CrashMutant(
+        workload="rewind", rules=frozenset({"back"}), patch=_rewind_by_lineage
+    ),
+    "mirror_not_synced_before_the_register": CrashMutant(
+        workload="first_copy",
+        rules=_PARTIAL,
+        patch=_unsynced_mirror,
+    ),
+    "launches_mirrored_before_their_checkpoints": CrashMutant(
+        workload="later_copy",
+        rules=_PARTIAL,
+        patch=lambda: mock.patch.object(mirror._Mirroring, "_bring_named"),
+    ),
+    "cache_not_synced": CrashMutant(workload="save_in_cache", rules=_LOST, patch=_unsynced_cache),
 }
 
 

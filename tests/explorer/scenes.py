@@ -1,5 +1,6 @@
 """Actors that meet in one run, on both kinds of store: who may come to what, whatever the order of their steps."""
 
+import copy
 import dataclasses
 import functools
 import pathlib
@@ -21,6 +22,7 @@ from tests.explorer.judge import Judge, Marks, Promises, Violation, clean_up
 from tests.explorer.schedule import Actor, GatedStore, Outcome
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import Operation
+from tests.stores.recorder import Recorder
 
 #: System calls before which an actor on a file system stops: those that other actors can see, or
 #: that see them.
@@ -43,6 +45,7 @@ class Case:
         owned: see `Judge.judge`.
         check: says what else is wrong with the outcomes.
         run_floor: complete runs that an exploration makes at least.
+        may_delete: whether an actor that doesn't know an outcome may have deleted files before.
     """
 
     setup: Callable[[Store], None]
@@ -51,10 +54,11 @@ class Case:
     owned: bool = True
     check: Callable[[Outcomes, MemoryStore], list[str]] = lambda _outcomes, _store: []
     run_floor: int = 3
+    may_delete: bool = False
 
     def but_unsure(self) -> "Case":
         """Return the case with actors that may also say that they don't know; who wins is then anybody's guess."""
-        refusals = {name: self.refusals.get(name, frozenset()) | _UNKNOWN for name in self.actions}
+        refusals = {name: self.refusals.get(name, frozenset()) | UNKNOWN for name in self.actions}
         return dataclasses.replace(self, refusals=refusals, check=lambda _outcomes, _store: [])
 
 
@@ -78,23 +82,25 @@ class _CaseScene:
             for name, outcome in outcomes.items()
             for violation in self._judge_outcome(name, outcome)
         ]
-        promises = self._promises
-        for mark in self._told:
-            promises = promises.after(mark)
         files = self._files()
-        found += self._judge.judge(files, promises, owned=self._case.owned)
+        found += self._judge_files(files)
         return found + [
             Violation("outcome", text)
             for text in self._case.check(outcomes, MemoryStore.from_snapshot(files))
         ]
+
+    def _judge_files(self, files: Mapping[str, bytes]) -> list[Violation]:
+        promises = functools.reduce(Promises.after, self._told, self._promises)
+        return self._judge.judge(files, promises, owned=self._case.owned)
 
     def _judge_outcome(self, name: str, outcome: Outcome) -> list[Violation]:
         error = outcome.error
         if error is None or (
             isinstance(error, CkptError) and error.code in self._case.refusals.get(name, ())
         ):
-            unknown = isinstance(error, CkptError) and error.code in _UNKNOWN
-            deleted = self.actors[name].deletion_count if unknown else 0
+            unknown = isinstance(error, CkptError) and error.code in UNKNOWN
+            unsure = unknown and not self._case.may_delete
+            deleted = self.actors[name].deletion_count if unsure else 0
             return (
                 [Violation("reaped", f"{name} deleted {deleted} files, not knowing the outcome")]
                 if deleted
@@ -141,9 +147,24 @@ class MemoryScene(_CaseScene):
         bucket = self._store._bucket
         return frozenset(self._store.snapshot().items()), tuple(bucket.late), len(bucket.losses)
 
+    def judge_crash(self) -> list[Violation]:
+        """Judge what is there if all actors die now: with the requests that are under way, and without them."""
+        found = self._judge_files(self._complete(self._store.snapshot()))
+        if self._store.late_count:
+            later = copy.deepcopy(self._store._bucket.late)
+            store = MemoryStore.from_snapshot(self._store.snapshot())
+            store._bucket.late.extend(later)
+            store.land()
+            found += self._judge_files(self._complete(store.snapshot()))
+        return found
+
     def _files(self) -> Mapping[str, bytes]:
         self._store.land()
-        return self._store.snapshot()
+        return self._complete(self._store.snapshot())
+
+    def _complete(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return the files of the store, with those that lie elsewhere."""
+        return files
 
 
 class FileScene(_CaseScene):
@@ -196,6 +217,20 @@ def prepare(case: Case) -> tuple[Mapping[str, bytes], Promises]:
         if entry.manifest is not None:
             promises = promises.after(f"saved {entry.name} {entry.manifest.digest}")
     return store.snapshot(), promises
+
+
+def put_paths(case: Case) -> list[str]:
+    """Return the paths of everything that the actors of a case put, when nothing is lost."""
+    files, _ = prepare(case)
+    recorder = Recorder(MemoryStore.from_snapshot(files))
+    for action in case.actions.values():
+        action(recorder, Marks())
+    puts = [
+        operation.path
+        for operation in recorder.log.operations
+        if operation.op in ("create", "replace")
+    ]
+    return list(dict.fromkeys(puts))
 
 
 def disk_state(files: Mapping[str, bytes]) -> DiskState:
@@ -405,7 +440,7 @@ def _launches_share_nothing(outcomes: Outcomes, _: MemoryStore) -> list[str]:
 _GIVEN_UP: Final = frozenset(
     {Code.CHECKPOINT_ABORTED, Code.FILE_MISSING, Code.FENCED, Code.COMMIT_UNKNOWN}
 )
-_UNKNOWN: Final = frozenset({Code.COMMIT_UNKNOWN, Code.STORE_NO_ANSWER})
+UNKNOWN: Final = frozenset({Code.COMMIT_UNKNOWN, Code.STORE_NO_ANSWER})
 _GONE: Final = frozenset({Code.CHECKPOINT_RETIRED, Code.FILE_MISSING, Code.NOT_COMMITTED})
 
 CASES: Final[dict[str, Case]] = {
@@ -473,30 +508,33 @@ CASES: Final[dict[str, Case]] = {
     ),
 }
 
+#: Cases of so many steps that few preemptions are what can be explored.
+LONG_CASES: Final = frozenset(
+    {"two_cleaners", "two_launches", "saver_and_new_launch", "retiring_saver_and_new_launch"}
+)
+
 #: One actor alone on an object store whose network loses requests and answers.
 LONE_CASES: Final[dict[str, Case]] = {
     "committer": Case(
         setup=_parts(2),
         actions={"committer": _finalize(2)},
-        refusals={"committer": _UNKNOWN},
+        refusals={"committer": UNKNOWN},
         check=_can_be_finalized,
     ),
-    "saver": Case(setup=_one_step, actions={"saver": _save(2)}, refusals={"saver": _UNKNOWN}),
-    "launch": Case(
-        setup=_one_step, actions={"launch": _launch_only}, refusals={"launch": _UNKNOWN}
-    ),
+    "saver": Case(setup=_one_step, actions={"saver": _save(2)}, refusals={"saver": UNKNOWN}),
+    "launch": Case(setup=_one_step, actions={"launch": _launch_only}, refusals={"launch": UNKNOWN}),
     "first_launch": Case(
-        setup=lambda _: None, actions={"launch": _launch_only}, refusals={"launch": _UNKNOWN}
+        setup=lambda _: None, actions={"launch": _launch_only}, refusals={"launch": UNKNOWN}
     ),
     "retiring": Case(
         setup=_two_steps,
         actions={"cleaner": _clean(launch=1, keep=1)},
-        refusals={"cleaner": _UNKNOWN},
+        refusals={"cleaner": UNKNOWN},
     ),
     "giving_up": Case(
         setup=_parts_and_a_new_launch,
         actions={"cleaner": _clean(launch=2)},
-        refusals={"cleaner": _UNKNOWN},
+        refusals={"cleaner": UNKNOWN},
     ),
     # With a file that somebody else removed or cut short, nothing may be committed.
     "committer_without_a_file": Case(

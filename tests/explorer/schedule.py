@@ -11,7 +11,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ckptfmt.store.memory import MemoryStore
 from tests.stores.hooked import HookedStore, Operation
@@ -54,6 +54,11 @@ class Actor:
         self._halted.acquire()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the actor's thread, and not one that reads ahead for it."""
+        return threading.current_thread() is self._thread
 
     def start(self) -> None:
         """Start the thread; it waits before its first step."""
@@ -108,7 +113,7 @@ class GatedStore(HookedStore):
     def before(self, operation: Operation) -> None:
         """Wait for the actor's turn; note what the operation will see."""
         actor = self._actor()
-        if operation.op in ("sync", "delete_leftovers", "remove_directory"):
+        if operation.op in ("sync", "delete_leftovers", "remove_directory") or not actor.is_here:
             return  # nothing happens there, so there is nothing to interleave
         actor.gate()
         actor.deletion_count += operation.op == "delete"
@@ -121,7 +126,8 @@ class GatedStore(HookedStore):
     def after(self, operation: Operation) -> None:
         """Note the outcome."""
         actor = self._actor()
-        actor.history = hash((actor.history, operation.outcome))
+        if actor.is_here:
+            actor.history = hash((actor.history, operation.outcome))
 
 
 class Scene(Protocol):
@@ -160,6 +166,9 @@ class Exploration:
 
 class _Cut(Exception):  # noqa: N818
     """The rest of this run was explored before."""
+
+
+SceneT = TypeVar("SceneT", bound=Scene)
 
 
 class Scheduler:
@@ -201,7 +210,12 @@ class Scheduler:
 
 
 def explore(
-    make: Callable[[], Scene], *, preemptions: int, limit: int = 100_000, stop_early: bool = False
+    make: Callable[[], SceneT],
+    *,
+    preemptions: int,
+    limit: int = 100_000,
+    stop_early: bool = False,
+    judge_state: Callable[[SceneT], list[Any]] = lambda _: [],
 ) -> Exploration:
     """Make all runs with at most so many preemptions, each part of them once.
 
@@ -210,6 +224,7 @@ def explore(
         preemptions: how often a run may change the actor though the last one could go on.
         limit: most runs; a loud error beyond, for "all" would be a lie.
         stop_early: whether the first violation ends it.
+        judge_state: returns what is wrong with each state on the way.
     """
     result = Exploration()
     seen: dict[Hashable, int] = {}
@@ -219,10 +234,11 @@ def explore(
         scene = make()
 
         def on_choice(
-            path: tuple[str, ...], enabled: list[str], default: str, scene: Scene = scene
+            path: tuple[str, ...], enabled: list[str], default: str, scene: SceneT = scene
         ) -> str:
             spent = _count_preemptions(path, scene)
             _cut_if_seen(scene, path, spent, seen)
+            result.violations += [(violation, path) for violation in judge_state(scene)]
             if spent + (bool(path) and default == path[-1]) <= preemptions:
                 pending.extend((*path, other) for other in enabled if other != default)
             return default

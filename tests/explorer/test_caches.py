@@ -102,8 +102,8 @@ class CachedScene(MemoryScene):
         super().__init__(case, judge, (place.home, place.promises), losses)
         self._caches = place.caches
 
-    def _files(self) -> Mapping[str, bytes]:
-        return {**self._caches, **super()._files()}
+    def _complete(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        return {**self._caches, **files}
 
 
 # --- actors ---------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_every_file_that_is_brought_home_may_be_lost_on_its_way(loss):
     case = dataclasses.replace(
         cases(place)["two"],
         actions={"new": launch_and_save(place.caches, 3)},
-        refusals={"new": scenes._UNKNOWN},
+        refusals={"new": scenes.UNKNOWN},
     )
     for path in place.caches:
         for times in (1, 2, 4):

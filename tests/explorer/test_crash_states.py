@@ -5,14 +5,18 @@ import random
 
 import pytest
 
+from tests.explorer import copies, workloads
 from tests.explorer.content import deterministic
 from tests.explorer.crashes import CrashCounts, explore_crashes, explore_recoveries, record
-from tests.explorer.fsmodel import EXT4_ORDERED, POSIX_MIN, DiskState
+from tests.explorer.fsmodel import EXT4_ORDERED, LIMIT, POSIX_MIN, DiskState
 from tests.explorer.judge import Judge, Promises
 from tests.explorer.telling import tell
-from tests.explorer.workloads import WORKLOADS, saves_by_chance
+from tests.explorer.workloads import saves_by_chance
 
 SEED = 20261121
+WORKLOADS = copies.WORKLOADS
+#: States of a point that are all judged, where that isn't `LIMIT`; `tests.explorer.exhaust` takes all.
+LIMITS = {"save_in_cache": 4, "deltas": 8, "compaction": 16, "later_copy": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +32,10 @@ def explored(name, model=POSIX_MIN):
     met: list[tuple[DiskState, Promises, list[str]]] = []
     counts = explore_crashes(
         record(workload.run, setup=workload.setup),
-        Judge(),
+        copies.judge_of(name),
         model=model,
         rng=random.Random(SEED),
+        limit=LIMITS.get(name, LIMIT),
         on_state=lambda *state: met.append(state),
     )
     return counts, met
@@ -77,7 +82,7 @@ def test_a_crash_in_the_middle_of_recovery_changes_nothing():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_crash_in_the_middle_of_many_recoveries_changes_nothing():
-    counts = sampled_recoveries(WORKLOADS, per_workload=4)
+    counts = sampled_recoveries(workloads.WORKLOADS, per_workload=4)
 
     tell(f"recoveries, seed {SEED}: {counts}")
     assert counts.violations == []

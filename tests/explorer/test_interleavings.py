@@ -6,14 +6,18 @@ import pytest
 
 from tests.explorer.content import deterministic
 from tests.explorer.judge import Judge
-from tests.explorer.scenes import CASES, FileScene, MemoryScene, disk_state, prepare
+from tests.explorer.scenes import (
+    CASES,
+    LONG_CASES,
+    FileScene,
+    MemoryScene,
+    disk_state,
+    prepare,
+)
 from tests.explorer.schedule import explore, sample
 from tests.explorer.telling import tell
 
 SEED = 20261121
-
-#: Those with so many steps that one preemption is what fits in a test that isn't slow.
-LONG = {"two_cleaners", "two_launches", "saver_and_new_launch", "retiring_saver_and_new_launch"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,7 @@ def on_files(name):
 def test_no_order_of_steps_on_objects_does_harm(name):
     # REQ-RUN-013 and REQ-RUN-014 are what two launches of these scenes need, one of which retires;
     # test_mutants has the protocols without them.
-    preemptions = 1 if name in LONG else 2
+    preemptions = 1 if name in LONG_CASES else 2
     result = explore(on_objects(name), preemptions=preemptions)
 
     tell(f"{name}, {preemptions} preemptions: {result}")
@@ -47,7 +51,7 @@ def test_no_order_of_steps_on_objects_does_harm(name):
     assert result.state_count >= 50
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - LONG))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - LONG_CASES))
 def test_no_order_of_system_calls_does_harm(name):
     result = explore(on_files(name), preemptions=1)
 
@@ -57,7 +61,7 @@ def test_no_order_of_system_calls_does_harm(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LONG))
+@pytest.mark.parametrize("name", sorted(LONG_CASES))
 def test_no_order_of_system_calls_of_long_actors_does_harm(name):
     result = explore(on_files(name), preemptions=1)
 

@@ -4,14 +4,19 @@ import random
 
 import pytest
 
+from tests.explorer import copies
 from tests.explorer.content import deterministic
-from tests.explorer.crashes import explore_crashes, record
+from tests.explorer.crashes import explore_crashes
 from tests.explorer.judge import Judge
-from tests.explorer.mutants import CRASH_MUTANTS, READER_MUTANTS, SCENE_MUTANTS
+from tests.explorer.mutants import (
+    CRASH_MUTANTS,
+    READER_MUTANTS,
+    SCENE_MUTANTS,
+    record_mutant,
+)
 from tests.explorer.scenes import CASES, LONE_CASES, FileScene, MemoryScene, disk_state, prepare
 from tests.explorer.schedule import explore
 from tests.explorer.telling import tell
-from tests.explorer.workloads import WORKLOADS
 
 SEED = 20261121
 
@@ -22,18 +27,15 @@ def _deterministic():
         yield
 
 
-def record_mutant(mutant):
-    workload = WORKLOADS[mutant.workload]
-    with mutant.patch():
-        return record(workload.run, setup=workload.setup, edit=mutant.edit)
-
-
 @pytest.mark.parametrize("name", CRASH_MUTANTS)
 def test_a_crash_convicts(name):
     mutant = CRASH_MUTANTS[name]
 
     counts = explore_crashes(
-        record_mutant(mutant), Judge(), rng=random.Random(SEED), recovery=False
+        record_mutant(mutant),
+        copies.judge_of(mutant.workload),
+        rng=random.Random(SEED),
+        recovery=False,
     )
 
     tell(f"{name}: {counts}; {sorted(counts.rules)}")

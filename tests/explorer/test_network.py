@@ -8,11 +8,10 @@ import pytest
 from ckptfmt.run import lineage
 from ckptfmt.store.memory import Loss, MemoryStore
 from tests.explorer.content import deterministic
-from tests.explorer.judge import Judge, Marks
-from tests.explorer.scenes import CASES, LONE_CASES, MemoryScene, prepare
+from tests.explorer.judge import Judge
+from tests.explorer.scenes import CASES, LONE_CASES, MemoryScene, prepare, put_paths
 from tests.explorer.schedule import explore
 from tests.explorer.telling import tell
-from tests.stores.recorder import Recorder
 
 #: As often as a call is tried, and once less and more.
 TIMES = (1, 2, 3, 4)
@@ -25,20 +24,6 @@ ALONE = 2
 def _deterministic():
     with deterministic():
         yield
-
-
-def put_paths(case):
-    """Return the paths of everything that the actors of a case put, when nothing is lost."""
-    files, _ = prepare(case)
-    recorder = Recorder(MemoryStore.from_snapshot(files))
-    for action in case.actions.values():
-        action(recorder, Marks())
-    puts = [
-        operation.path
-        for operation in recorder.log.operations
-        if operation.op in ("create", "replace")
-    ]
-    return list(dict.fromkeys(puts))
 
 
 @pytest.mark.parametrize("name", [name for name in LONE_CASES if "file" not in name])

@@ -13,7 +13,7 @@ from tests.house.sources import ROOT, repository_files
 MACHINE_PLACES = [
     "/" + "work/",
     "/" + "root/",
-    "/" + "opt/(?!local)",
+    "/" + "opt/(?!local|ml/checkpoints)",  # SageMaker's is a place of its users
     "/" + "home/[a-z]",
     "/" + "Users/[A-Za-z]",
     "pypi" + r"\.org",
@@ -48,6 +48,17 @@ def test_no_file_names_a_machine_or_a_registry():
     ]
 
     assert not found, "\n".join(found)
+
+
+def test_no_file_has_the_markers_of_a_merge():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in repository_files()
+        for number, line in enumerate(text_lines(path), 1)
+        if line.startswith(("<" * 7 + " ", ">" * 7 + " "))
+    ]
+
+    assert not found
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.name)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import ckptfmt
+from tests.house.public_api import LIST, UNPROMISED, list_interface
 
 
 def test_public_names_are_few():
@@ -25,10 +26,12 @@ def test_public_names_are_few():
         "Mirror",
         "Retention",
         "Saving",
+        "Signer",
         "Stop",
+        "Trust",
     }
     assert options < set(ckptfmt.__all__)
-    assert len(ckptfmt.__all__) - len(results) - len(options) <= 24
+    assert len(ckptfmt.__all__) - len(results) - len(options) <= 25
     assert len(set(ckptfmt.__all__)) == len(ckptfmt.__all__)
 
 
@@ -37,6 +40,18 @@ def test_every_public_name_is_there_and_documented():
         value = getattr(ckptfmt, name)
         if callable(value):
             assert inspect.getdoc(value), f"ckptfmt.{name} has no docstring"
+
+
+def test_the_public_interface_is_the_frozen_one():
+    """A program of 1.0 runs with every 1.x: see the rule in tests/house/public_api.py."""
+    frozen = LIST.read_text("utf-8").splitlines()
+
+    assert list_interface() == frozen
+
+
+def test_members_that_are_not_promised_exist():
+    for name, members in UNPROMISED.items():
+        assert all(hasattr(getattr(ckptfmt, name), member) for member in members)
 
 
 @pytest.mark.parametrize("module", ["ckptfmt", "ckptfmt.__main__"])

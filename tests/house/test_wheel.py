@@ -91,8 +91,9 @@ def test_the_wheel_carries_the_schemas_of_the_spec_and_nothing_else_of_the_check
     assert {name.partition("/")[0] for name in files} == {"ckptfmt", f"ckptfmt-{VERSION}.dist-info"}
 
 
-def test_the_wheel_is_smaller_than_a_megabyte(wheel):
-    assert wheel.stat().st_size < 1_000_000
+def test_the_wheel_is_small(wheel):
+    """Of the package alone: no tests, no vectors, no specification."""
+    assert wheel.stat().st_size < 1_200_000
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -182,7 +182,7 @@ MUTANTS = {
         fault="takes an index that is there for the one that it would have created",
         patch=rewritten(
             commit._read_equal_index,
-            "if said != open_packed_document(content, where=path)[0]:",
+            "if _versionless(said) != _versionless(open_packed_document(content, where=path)[0]):",
             "if 0:",
         ),
         tests=(

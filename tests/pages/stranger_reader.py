@@ -40,7 +40,9 @@ def read_file(path, nbytes):
 
 
 def check(signed, expected):
-    for key, value in ({"format_version": "0.10"} | expected).items():
+    version = signed.get("format_version")
+    require(re.fullmatch(r"1\.(0|[1-9][0-9]*)", str(version)), f"format_version is {version!r} instead of '1.0'")
+    for key, value in expected.items():
         require(signed.get(key) == value, f"not readable here: {key} is {signed.get(key)!r} instead of {value!r}")
     require({"caches", "labels", "suspect"} >= set(f := signed["features"]["reader"]), f"needs features {f}")
     return signed

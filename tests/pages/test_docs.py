@@ -11,6 +11,7 @@ import pytest
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.cli.commands import COMMANDS
+from tests.signing.keys import write_key
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -47,6 +48,7 @@ def folder(tmp_path_factory):
         for step, loss in ((100, 3.0), (200, 2.5), (300, 2.6)):
             weights["layers.0.w"] += 1
             checkpointer.save(step=step, metrics={"eval_loss": loss})
+    write_key(place)
     return place
 
 
@@ -78,7 +80,8 @@ def test_the_commands_of_the_page_do_what_it_says(folder, monkeypatch, capsys):
         ran.add(words[0])
     own_parsers = {"demo", "conformance"}
     starts_programs = {"rehearse"}  # tests/cli/test_rehearse.py runs it
-    assert set(COMMANDS) - ran == own_parsers | starts_programs
+    serves = {"view"}  # tests/cli/test_view.py runs it
+    assert set(COMMANDS) - ran == own_parsers | starts_programs | serves
 
 
 def test_the_frameworks_are_those_that_are_tested():

@@ -44,7 +44,7 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path, lighthouse, count):
     train("killed", kill_at=28)
     for replica in range(count):
         shutil.copytree(tmp_path / f"run-killed-{replica}", tmp_path / f"run-lost-{replica}")
-    train("killed")
+    train("killed", "--declare")
     train("lost", "--lose-rng")
     for replica in range(count):
         right, killed, lost = (
@@ -70,7 +70,11 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path, lighthouse, count):
 def test_a_replica_that_dies_does_the_other_ones_run_no_harm_and_takes_its_state(
     tmp_path, lighthouse
 ):
-    """The survivor waits, and loses no step. The other one resumes from its own run, which is behind by then."""
+    """The survivor waits, and loses no step. The other replica resumes from its own older checkpoint.
+
+    Healing then replaces what was loaded, and the random numbers aren't those of an undisturbed run.
+    So the load claims no T1 unless the training declares the manager.
+    """
     address = lighthouse(2)
 
     def train(replica, kill_at=None):
@@ -84,6 +88,9 @@ def test_a_replica_that_dies_does_the_other_ones_run_no_harm_and_takes_its_state
         train(1, kill_at=28)
         train(1)
         survivor.result()
+    claim, _, reasons = (tmp_path / "ours-1.claim").read_text().partition(" ")
+    assert claim == "S1"
+    assert "extra:manager: the state_dict of Manager leaves out" in reasons
     told = [trainings.read(tmp_path / f"ours-{replica}") for replica in (0, 1)]
     assert [len(told[0][step]) for step in range(1, TOTAL + 1)] == [1] * TOTAL
     names = ("weights", "optimizer", "learning_rate", "committed")
@@ -96,3 +103,27 @@ def test_a_replica_that_dies_does_the_other_ones_run_no_harm_and_takes_its_state
         assert ckptfmt.validate(run)
         newest = ckptfmt.Run(run).newest()
         assert (newest.step, newest.launch) == (TOTAL, launch)
+
+
+def test_with_a_seed_for_each_step_a_lost_replica_goes_on_bit_for_bit(tmp_path, lighthouse):
+    """The replacement draws the random numbers of the steps that it does, and not of its checkpoint."""
+
+    def train(name, replica, address, kill_at=None):
+        env = {"RANK": str(replica), "WORLD_SIZE": "2"}
+        files = tmp_path / f"run-{name}", tmp_path / name
+        options = ("--seed-steps", "--declare")
+        trainings.run(SCRIPT, *files, address, *options, kill_at=kill_at, env=env)
+
+    for name, kill_at in (("right", None), ("lost", 28)):
+        address = lighthouse(2)
+        with ThreadPoolExecutor(1) as pool:
+            survivor = pool.submit(train, name, 0, address)
+            train(name, 1, address, kill_at)
+            if kill_at is not None:
+                train(name, 1, address)
+            survivor.result()
+    assert (tmp_path / "lost-1.claim").read_text() == "T1 ()"
+    for replica in (0, 1):
+        right, lost = (trainings.read(tmp_path / f"{name}-{replica}") for name in ("right", "lost"))
+        steps = range(1, TOTAL + 1)
+        assert [lost[step][-1] for step in steps] == [right[step][-1] for step in steps]

@@ -1,6 +1,6 @@
 """One replica of a training under torchft, started and killed by test_torchft.py. RANK says which one.
 
-Usage: torchft_training.py RUN JOURNAL LIGHTHOUSE [--lose-rng]
+Usage: torchft_training.py RUN JOURNAL LIGHTHOUSE [--lose-rng] [--seed-steps] [--declare]
 """
 
 import os
@@ -55,6 +55,8 @@ manager: Any = torchft.Manager(
     timeout=WAIT,
     quorum_timeout=WAIT,
 )
+if "--declare" in sys.argv:
+    manager.ckptfmt_exact = True
 model: Any = torchft.DistributedDataParallel(manager, net)
 optimizer: Any = torchft.Optimizer(manager, inner)
 samples = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
@@ -76,6 +78,10 @@ with ckptfmt.Checkpointer(run, state, every=5, overlap=False) as checkpointer:
         optimizer.zero_grad()  # waits for the other replicas, and takes their state if this one is behind
         while fetched <= manager.current_step():  # not where the last step is done again
             fetched, ids = fetched + 1, list(next(batches))
+        if "--seed-steps" in sys.argv:  # the same random numbers whichever process does the step
+            random.seed(fetched * replica_count + replica)
+            np.random.seed(fetched * replica_count + replica)  # noqa: NPY002
+            torch.manual_seed(fetched * replica_count + replica)
         batch = samples[ids]
         loss = (model(batch) - batch).square().mean()
         loss.backward()

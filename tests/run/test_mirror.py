@@ -612,6 +612,23 @@ def test_a_training_keeps_its_mirrors_up_to_date(saver, tmp_path):
     assert checkpointer.reports == ()
 
 
+def test_a_launch_without_a_save_copies_what_an_earlier_one_left(tmp_path):
+    """A process that was killed ahead of its mirror; its successor has nothing left to save."""
+    home = tmp_path / "home"
+    state = ckptfmt.State(weights={"w": FLOATS})
+    with ckptfmt.Checkpointer(home, state, saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    with ckptfmt.Checkpointer(
+        home, state, saver="inline", mirrors=[tmp_path / "mirror"]
+    ) as checkpointer:
+        checkpointer.restore()
+    assert checkpointer.reports == ()
+    assert ckptfmt.Run(tmp_path / "mirror").newest().digest == ckptfmt.Run(home).newest().digest
+    with ckptfmt.Checkpointer(tmp_path / "none", state, mirrors=[tmp_path / "unused"]) as unused:
+        pass  # there is nothing to copy
+    assert unused.reports == ()
+
+
 @pytest.mark.parametrize("retire", [False, True])
 def test_a_mirror_follows_a_run_that_saves_and_retires(retire, tmp_path):
     """REQ-RUN-028, REQ-RUN-031: deltas come, and what they no longer read from goes, while it is copied."""

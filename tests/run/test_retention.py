@@ -23,11 +23,13 @@ from ckptfmt.run.lineage import (
     list_launches,
 )
 from ckptfmt.run.retention import Retention, clean_up, plan_retention, tidy_up
+from ckptfmt.store import LocalStore
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
 from tests.chains import Saving
 from tests.homes import files_of
 from tests.run.test_lineage import RunOfSteps, manifests
+from tests.store.helpers import temporaries
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.recorder import Recorder
 
@@ -560,6 +562,25 @@ def test_a_clean_up_that_was_interrupted_is_finished(home, ten):
             assert fail_at > 6
             return
     raise AssertionError("no end of operations")
+
+
+@pytest.mark.parametrize("path_end", [checkpoint_name(201, 1), "parts"])
+def test_the_unfinished_files_of_an_aborted_save_go_with_the_next_clean_up(tmp_path, path_end):
+    """REQ-CMT-024: no listing shows them, and the first clean-up failed behind its record."""
+    made = RunOfSteps(LocalStore(tmp_path, writable=True))
+    made.begin()
+    unfinished(made, 201, 1)
+    folder = tmp_path / checkpoint_name(201, 1)
+    (folder / f".tmp-{'0' * 32}").write_bytes(b"of a killed writer")
+    (folder / "parts" / f".tmp-{'1' * 32}").write_bytes(b"of a killed writer")
+    made.begin()
+    fault = Fault(fail_at=1, operations=frozenset({"delete_leftovers"}), path_end=path_end)
+    error_of(
+        lambda: clean_up(FaultStore(made.store, fault), made.run, launch=2, retention=Retention())
+    )
+    assert temporaries(folder)
+    clean_up(made.store, made.run, launch=2, retention=Retention())
+    assert temporaries(folder) == []
 
 
 @pytest.mark.long_on_s3

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckptfmt.adapters.capture import capture
+from ckptfmt.adapters.origin import program_origin
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tree import InlineArray, parse_tree
 from ckptfmt.errors import CkptError, StateError
@@ -68,9 +69,11 @@ def test_provenance_says_where_the_run_comes_from(monkeypatch):
     """REQ-CTX-005."""
     monkeypatch.delenv("CKPTFMT_GIT_COMMIT", raising=False)
     monkeypatch.setenv("GITHUB_SHA", "abc")
+    program_origin.cache_clear()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do not keep me")
     snapshot = capture(State(provenance={"who": "me", "python": "mine"}), worker=0, worker_count=1)
 
+    program_origin.cache_clear()  # the variable belongs to this test
     provenance = leaves_of(snapshot)["provenance", ""]
 
     assert provenance["git_commit"] == "abc"

@@ -230,7 +230,7 @@ def test_a_bad_document_is_refused(fence):
         else:
             content = text.encode()
         parse = {
-            "run": RunRecord.parse,
+            "manifest": lambda content: parse_register(content, where="example"),
             "shard": lambda content: parse_shard_header(
                 content, file_nbytes=len(content), where="example"
             ),

@@ -352,6 +352,10 @@ class HookedCalls(PosixCalls):
             "rename_noreplace", name, new_name, directory_fd, self._inner.rename_noreplace
         )
 
+    def exchange(self, name: str, new_name: str, directory_fd: int) -> None:
+        """See `PosixCalls.exchange`."""
+        self._run_two("exchange", name, new_name, directory_fd, self._inner.exchange)
+
     def rename(self, name: str, new_name: str, directory_fd: int) -> None:
         """See `PosixCalls.rename`."""
         self._run_two("rename", name, new_name, directory_fd, self._inner.rename)

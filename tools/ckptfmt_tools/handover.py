@@ -22,6 +22,7 @@ _MODULES: Final = {
     "rehearse": "cli.rehearse",
     "report": "report.run_report",
     "simulate": "cli.waste",
+    "view": "cli.view",
 }
 
 

@@ -60,6 +60,13 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="directory of a run or checkpoint, or of several"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "one", metavar="A", help="directory of a checkpoint, or of a run, for its newest"
@@ -226,10 +233,17 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     add_bases(parser)
     parser.add_argument("--strict", action="store_true", help="refuse to leave anything out")
+    parser.add_argument(
+        "--statement",
+        metavar="FILE",
+        help="also write the digests of the target's files, and the recorded origin of the"
+        " checkpoint, as an in-toto statement of SLSA",
+    )
 
 
 _ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
     "report": _add_report,
+    "view": _add_view,
     "goodput": add_run,
     "diff": _add_diff,
     "doctor": _add_doctor,
@@ -270,6 +284,9 @@ _DESCRIPTIONS: Final = {
     " tags. The page stands by"
     " itself and needs no network. Exit code 0: done; 2: it couldn't be, or something of the run"
     " can't be read.",
+    "view": "Show a run or checkpoint in the browser. The command serves the directory for this"
+    " machine alone, read-only, at"
+    " a random address, and prints the address. Ctrl-C ends the command.",
     "diff": "Compare two checkpoints, by recorded digests or, with --verify, after reading every"
     " byte of both."
     " Exit code 0: the same; 1: they differ; 2: they couldn't be compared, or one of them is"

@@ -44,6 +44,7 @@ from ckptfmt.documents.tree import (
     iter_values,
     parse_tree,
 )
+from ckptfmt.documents.versions import EARLIER
 from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
@@ -89,7 +90,7 @@ class Reference:
         return {
             "name": "ckptfmt",
             "version": ckptfmt.__version__,
-            "spec": FORMAT_VERSION,
+            "spec": [*EARLIER, FORMAT_VERSION],
             "roles": ["reader", "writer", "committer"],
             "features": sorted(
                 {

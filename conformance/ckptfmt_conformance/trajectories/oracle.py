@@ -1,7 +1,7 @@
 """The samples of each step of a plan, computed draw by draw: an oracle without implementations.
 
-The oracle is written from spec/60-context.md alone, in plain Python, and prefers simplicity to
-speed.
+The oracle is written from spec/context/64-cursor.md and spec/companions/63-mixtures.md alone, in
+plain Python, and prefers simplicity to speed.
 """
 
 from __future__ import annotations

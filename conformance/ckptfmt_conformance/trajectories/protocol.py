@@ -131,7 +131,7 @@ class AsyncCheckpointing(Protocol):
 class Sampler(Protocol):
     """The format's own order of samples as a `batch_sampler` for torch's DataLoader.
 
-    Spec: spec/60-context.md.
+    Spec: spec/context/64-cursor.md.
     """
 
     def __iter__(self) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""Documents of checkpoints whose files may be in caches of nodes; spec/30-manifest.md."""
+"""Documents of checkpoints whose files may be in caches of nodes; spec/companions/29-caches.md."""
 
 from __future__ import annotations
 

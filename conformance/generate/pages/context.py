@@ -1,4 +1,4 @@
-"""Context; spec/60-context.md: the data cursor, streams, and the scopes of leaves."""
+"""Context; spec/context/: the data cursor, streams, and the scopes of leaves."""
 
 from __future__ import annotations
 

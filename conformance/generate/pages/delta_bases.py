@@ -1,4 +1,4 @@
-"""Bases of deltas, and damaged bytes; spec/45-deltas.md, "Bases" and "Read a block"."""
+"""Bases of deltas, and damaged bytes; spec/delta/45-deltas.md, "Bases" and "Read a block"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas from which the cases of spec/45-deltas.md are made."""
+"""Deltas from which the cases of spec/delta/45-deltas.md are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas; spec/45-deltas.md: their documents, their bases, and reads across several steps."""
+"""Deltas; spec/delta/45-deltas.md: their documents, their bases, and reads across several steps."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _manifests(made: Page, link: Chain) -> None:
         ("manifest-feature-unknown", "DOC-010 VER-002", "FEATURE_UNSUPPORTED",
          "the feature wavelets",
          set_at("manifest", "features", "reader", value=["cast", "deltas", "sparse", "wavelets"])),
-        ("manifest-no-stored-nbytes", "MAN-005", "PROFILE_MISMATCH", "no stored_nbytes of weights",
+        ("manifest-no-stored-nbytes", "DEL-027", "PROFILE_MISMATCH", "no stored_nbytes of weights",
          lambda c: c.manifest["fields"]["weights"].pop("stored_nbytes")),
         ("manifest-reference-path", "DEL-002 RUN-008", "DOC_SCHEMA UNSAFE_PATH",
          "a reference called ../elsewhere",

@@ -1,4 +1,4 @@
-"""JSON documents; spec/10-documents.md, first half. All cases are registers, the first read."""
+"""JSON documents; spec/core/10-documents.md, first half. All cases are registers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _valid(made: Page) -> None:
         small(),
         (
             "DOC-001 DOC-002 DOC-003 DOC-004 DOC-007 DOC-008 DOC-009 DOC-010 DOC-011 VER-001"
-            " VER-006"
+            " VER-006 ERR-003"
             " CKP-007"
         ),
         "one writer, one tensor, one leaf, one stream",
@@ -295,7 +295,14 @@ def _form(made: Page) -> None:
         ("changed", "step is 2, under the digest of step 3", replace(b'"step":3', b'"step":2')),
     ):
         _document(
-            made, slug, "DOC-009", "DOC_DIGEST", says, why=why, bug="DAMAGE_UNSEEN", outer=change
+            made,
+            slug,
+            "DOC-009 ERR-003",
+            "DOC_DIGEST",
+            says,
+            why=why,
+            bug="DAMAGE_UNSEEN",
+            outer=change,
         )
 
 
@@ -326,6 +333,7 @@ def _members(made: Page) -> None:
         outer=lambda c: c[:-1] + b',"twin":1}',
     )
     _versions(made)
+    _later(made)
 
 
 def _versions(made: Page) -> None:
@@ -346,10 +354,11 @@ def _versions(made: Page) -> None:
         bug="WRONG_BYTES",
     )
     for slug, text, says in (
-        ("version-1-of-10", "0.1", "0.1, which is 0.10 as a number"),
-        ("version-longer", "0.100", "0.100, which is 0.10 as a number"),
-        ("version-zero", "00.10", "00.10, which is 0.10 as two numbers"),
-        ("version-space", "0.10 ", "0.10 and a space"),
+        ("version-one", "1", "1, which is 1.0 as a number"),
+        ("version-longer", "1.00", "1.00, which is 1.0 as a number"),
+        ("version-zero", "01.0", "01.0, which is 1.0 as two numbers"),
+        ("version-space", "1.0 ", "1.0 and a space"),
+        ("version-sign", "1.-1", "1.-1, which isn't after 1.0"),
     ):
         made.reject(
             slug,
@@ -369,6 +378,52 @@ def _versions(made: Page) -> None:
         "VERSION_UNSUPPORTED",
         "format_version is 9.0, and other members are unknown or of other types",
         why=why,
+        bug="WRONG_BYTES",
+    )
+
+
+def _later(made: Page) -> None:
+    """Add documents of a later minor version."""
+
+    def later(checkpoint: Checkpoint) -> None:
+        for signed in (checkpoint.manifest, checkpoint.index, *checkpoint.parts):
+            signed |= {"format_version": "1.7", "colour": "red"}
+        checkpoint.index["colours"] = {"name": [[1, b""], ""]}
+
+    def nested(checkpoint: Checkpoint) -> None:
+        later(checkpoint)
+        checkpoint.manifest["index"]["colour"] = "red"
+
+    def feature(checkpoint: Checkpoint) -> None:
+        later(checkpoint)
+        checkpoint.manifest["features"]["reader"] = ["colours"]
+
+    made.accept(
+        "later-minor",
+        made.bases["small"],
+        "VER-011 VER-001",
+        "manifest, index and part are of 1.7, with members that 1.0 lacks",
+        why="a minor version adds members, and a reader of 1.0 goes on reading",
+        edit=later,
+    )
+    made.reject(
+        "later-minor-nested",
+        "small",
+        nested,
+        "VER-011 DOC-011",
+        "DOC_SCHEMA",
+        "a manifest of 1.7 with an unknown member within a member of 1.0",
+        why="a minor version doesn't change what a member of 1.0 holds",
+        bug="AMBIGUITY",
+    )
+    made.reject(
+        "later-minor-feature",
+        "small",
+        feature,
+        "VER-002 VER-011",
+        "FEATURE_UNSUPPORTED",
+        "a manifest of 1.7 with an unknown feature of readers",
+        why="a feature says that ignoring its members would misread the checkpoint",
         bug="WRONG_BYTES",
     )
 

@@ -1,4 +1,4 @@
-"""Encodings; spec/55-encodings.md."""
+"""Encodings; spec/delta/55-encodings.md."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ def page() -> Page:
                 request=request,
                 files=files,
                 features=features,
+                page=example.page,
             )
             continue
         made.ask(
@@ -60,6 +61,7 @@ def page() -> Page:
             bug="REFUSES_VALID",
             files=files,
             features=features,
+            page=example.page,
         )
     return made
 
@@ -109,7 +111,7 @@ def _says(example: Example) -> str:
         if example.name
         else f"{example.form}: "
     )
-    return f"page {example.page.partition('-')[0]}: {what}{text}"
+    return f"page {example.page.rpartition('/')[2][:2]}: {what}{text}"
 
 
 def _slug(example: Example) -> str:

@@ -1,4 +1,4 @@
-"""References to tensors of a frozen base; spec/46-frozen-bases.md."""
+"""References to tensors of a frozen base; spec/companions/46-frozen-bases.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index; spec/40-index-and-parts.md: tables, the tiling of tensors, references to documents."""
+"""The index; spec/core/40-index-and-parts.md: tables, tiling of tensors, references by digest."""
 
 from __future__ import annotations
 

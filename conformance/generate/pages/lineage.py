@@ -1,4 +1,4 @@
-"""The lineage of a run: "What to resume from" (spec/20-run.md), "Launch and resume" (70-commit.md).
+"""The lineage of a run: "What to resume from" (spec/run/25-resume.md), with "Launch and resume".
 
 Some cases open the run; other cases request the checkpoint from which the next launch resumes, and
 the checkpoints that the launch passes over.

@@ -1,4 +1,4 @@
-"""The register and its content; spec/30-manifest.md."""
+"""The register and its content; spec/core/30-manifest.md."""
 
 from __future__ import annotations
 
@@ -399,11 +399,16 @@ def _profile(made: Page) -> None:
         "profile is delta, and nothing else is",
         set_at("manifest", "profile", value="delta"),
     )
-    edit(
+    made.reject(
         "features-in-full",
+        "small",
+        set_at("manifest", "features", "reader", value=["deltas"]),
+        "MAN-005",
         "PROFILE_MISMATCH",
         "the feature deltas",
-        set_at("manifest", "features", "reader", value=["deltas"]),
+        why=why,
+        bug="AMBIGUITY",
+        features=["deltas"],
     )
     edit(
         "references-in-full",

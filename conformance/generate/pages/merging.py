@@ -1,4 +1,4 @@
-"""Contradictions between parts and index; spec/40-index-and-parts.md and spec/70-commit.md."""
+"""Contradictions between parts and index; spec/core/40-index-and-parts.md, and page 75."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open, read, reshard, write; spec/70-commit.md, "Open and read"."""
+"""Open, read, reshard, write; spec/core/70-open-and-read.md."""
 
 from __future__ import annotations
 

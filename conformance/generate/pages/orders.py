@@ -1,4 +1,4 @@
-"""Continuation of a run from the field `data`; spec/60-context.md."""
+"""Continuation of a run from the field `data`; spec/context/64-cursor.md."""
 
 from __future__ import annotations
 

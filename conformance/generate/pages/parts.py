@@ -1,4 +1,4 @@
-"""Parts; spec/40-index-and-parts.md, "The part", and spec/70-commit.md, "Merge"."""
+"""Parts; spec/core/40-index-and-parts.md, "The part", and spec/writing/75-commit.md, "Merge"."""
 
 from __future__ import annotations
 
@@ -478,9 +478,6 @@ def _members(made: Page) -> None:
          set_at("part/0", "groups", value={})),
         ("writer-beyond", "DOC_SCHEMA", "DOC-011", "it is of writer 1 of one",
          set_at("part/0", "writer", value=1)),
-        ("features-without-deltas", "DOC_SCHEMA", "DOC-011", ("it needs the feature deltas, and"
-        " has no column of them"),
-         set_at("part/0", "features", "reader", value=["deltas"])),
         ("feature-unknown", "FEATURE_UNSUPPORTED", "DOC-010 VER-002",
          "it needs the feature wavelets",
          set_at("part/0", "features", "reader", value=["wavelets"])),
@@ -495,3 +492,14 @@ def _members(made: Page) -> None:
          set_at("part/0", "absent", "data", value="x" * 1001)),
     ):  # fmt: skip
         _reject(made, slug, edit, clauses, error, f"in the part, {says}")
+    made.reject(
+        "features-without-deltas",
+        "boxes",
+        set_at("part/0", "features", "reader", value=["deltas"]),
+        "DOC-011",
+        "DOC_SCHEMA",
+        "in the part, it needs the feature deltas, and has no column of them",
+        why=FORM,
+        bug="AMBIGUITY",
+        features=["deltas"],
+    )

@@ -1,4 +1,4 @@
-"""Prediction; spec/56-prediction.md."""
+"""Prediction; spec/companions/56-prediction.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs and launches; spec/20-run.md. Each case opens a run and expects a resume point."""
+"""Runs and launches; spec/run/20-run.md. Each case opens a run and expects a resume point."""
 
 from __future__ import annotations
 

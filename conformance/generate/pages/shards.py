@@ -1,4 +1,4 @@
-"""Tensors, blocks and shards; spec/50-shards.md."""
+"""Tensors, blocks and shards; spec/core/50-tensors.md and spec/writing/52-shards.md."""
 
 from __future__ import annotations
 

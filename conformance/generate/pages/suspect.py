@@ -1,4 +1,4 @@
-"""Checkpoints saved because of a fault in the training; spec/30-manifest.md, and runs with them."""
+"""Checkpoints saved because of a fault in the training; spec/companions/31-suspect.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees; spec/10-documents.md, "Trees". Most are requested alone, some within a checkpoint."""
+"""Trees; spec/core/15-trees.md. Most are requested alone, some within a checkpoint."""
 
 from __future__ import annotations
 

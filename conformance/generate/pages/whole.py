@@ -1,4 +1,4 @@
-"""The conditions of a whole checkpoint, point by point; spec/30-manifest.md, "A whole checkpoint".
+"""The conditions of a whole checkpoint, point by point; spec/validate/35-whole.md.
 
 Each fault is requested twice: by a validation of the whole checkpoint, and by a launch, which has
 to pass over the checkpoint.

@@ -7,16 +7,19 @@ import dataclasses
 import functools
 import itertools
 import time
+from pathlib import Path
 from typing import Final
 
 from ckptfmt.api import open_checkpoint
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.errors import Code, err
 from ckptfmt.read.files import read_anew
+from ckptfmt.store import LocalStore, is_url
 from ckptfmt_tools.convert.content import LeftOut
 from ckptfmt_tools.convert.converting import Conversion, plan_conversion
 from ckptfmt_tools.convert.hf import parse_nbytes
 from ckptfmt_tools.convert.hub import HubOptions
+from ckptfmt_tools.convert.statement import dump_statement
 
 #: The number of names shown for each reason; ``--json`` has all names.
 _SHOWN: Final = 4
@@ -57,9 +60,33 @@ def _convert(arguments: argparse.Namespace) -> Conversion:
     ) as conversion:
         if arguments.strict and conversion.left_out:
             raise _refusal(conversion)
+        statement = None if arguments.statement is None else Path(arguments.statement)
+        if statement is not None:
+            _check_statement(statement, conversion)
         with Progress(lambda: conversion.nbytes, quiet=False) as progress:
             conversion.run(progress.advance)
+        if statement is not None:
+            content = dump_statement(conversion.content, Path(conversion.target))
+            LocalStore(statement.parent, writable=True).replace(statement.name, content)
     return conversion
+
+
+def _check_statement(path: Path, conversion: Conversion) -> None:
+    """Raise where no statement can be written, before the conversion writes anything.
+
+    Raises: StateError(ARGUMENT).
+    """
+    if is_url(conversion.target) or is_url(str(path)):
+        detail = "a statement is a local file about local files"
+        remedy = "Convert to a path on this machine."
+        raise err(Code.ARGUMENT, detail, where="--statement", remedy=remedy)
+    if conversion.source_kind != "ckptfmt":
+        remedy = "Convert a checkpoint of ckptfmt, or leave out --statement."
+        detail = f"{conversion.content.origin} records no origin"
+        raise err(Code.ARGUMENT, detail, where="--statement", remedy=remedy)
+    if not path.parent.is_dir():
+        remedy = "Make the directory first."
+        raise err(Code.ARGUMENT, "the directory isn't there", where=str(path), remedy=remedy)
 
 
 def _refusal(conversion: Conversion) -> Exception:

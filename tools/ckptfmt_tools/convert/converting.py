@@ -75,6 +75,7 @@ class Conversion:
         left_out: parts of the source that the target lacks, or holds differently.
         write: the function to write the target. Arguments: a path, or a store for a
             bucket, and a function to receive the number of bytes of each piece written.
+        content: contents of the source.
     """
 
     source: str
@@ -87,6 +88,7 @@ class Conversion:
     nbytes: int
     left_out: list[LeftOut]
     write: Callable[[Any, Callable[[int], None]], None]
+    content: Content
 
     def run(self, on_progress: Callable[[int], None]) -> None:
         """Write the target, whole or not at all.
@@ -208,6 +210,7 @@ def plan_conversion(
             nbytes=sum(tensor.nbytes for tensor in plan.tensors),
             left_out=kept + plan.left_out,
             write=plan.write,
+            content=content,
         )
 
 

@@ -158,12 +158,12 @@ def _number(text: str) -> float | None:
 
 
 class VersionAsFraction(Reference):
-    """It reads the format version as a decimal fraction, so that 0.10 equals 0.1."""
+    """It reads the format version as a decimal fraction, so that 1 equals 1.0."""
 
     breaks = ("REQ-VER-001",)
     convicted_by = (
-        "documents/invalid/version-1-of-10",
         "documents/invalid/version-longer",
+        "documents/invalid/version-one",
         "documents/invalid/version-space",
         "documents/invalid/version-zero",
     )
@@ -195,7 +195,7 @@ class VersionAsNumbers(Reference):
 
 def _check_older(signed: dict[str, Any], where: str) -> None:
     version = signed.get("format_version")
-    if isinstance(version, str) and version in ("0.1", "0.9"):
+    if version == "0.1":
         signed["format_version"] = FORMAT_VERSION
     _check_version(signed, where)
 
@@ -205,12 +205,12 @@ class OlderVersions(Reference):
 
     breaks = ("REQ-DOC-010",)
     convicted_by = (
-        "0.9/context/valid/streams",
-        "0.9/deltas/valid/example",
-        "0.9/manifest/valid/of-a-run",
-        "0.9/manifest/valid/two-writers",
-        "0.9/prediction/valid/adam",
-        "0.9/run/valid/simple",
+        "0.1/context/valid/streams",
+        "0.1/deltas/valid/example",
+        "0.1/manifest/valid/of-a-run",
+        "0.1/manifest/valid/two-writers",
+        "0.1/prediction/valid/adam",
+        "0.1/run/valid/simple",
     )
     replacements = _checking_versions(_check_older)
 
@@ -226,11 +226,22 @@ class IgnoredVersion(Reference):
         "documents/invalid/version",
         "index/invalid/version",
         "parts/invalid/version",
-        "0.9/context/valid/streams",
-        "0.9/run/valid/simple",
-        "documents/invalid/version-1-of-10",
+        "0.1/context/valid/streams",
+        "0.1/run/valid/simple",
+        "documents/invalid/version-one",
     )
     replacements = _checking_versions(_check_features_only)
+
+
+class LaterVersionsClosed(Reference):
+    """It refuses unknown members in a document of a later minor version, too."""
+
+    breaks = ("REQ-VER-011",)
+    convicted_by = ("documents/valid/later-minor",)
+    replacements = tuple(
+        (f"ckptfmt.documents.{module}:known_members", lambda signed, _known: signed)
+        for module in ("canonical", "index", "part")
+    )
 
 
 def _check_version_only(signed: dict[str, Any], where: str) -> None:

@@ -559,4 +559,4 @@ class NamelessCheckpoints(Reference):
         "run/invalid/order-run-second",
         "run/invalid/order-step-first",
     )
-    replacements = (("ckptfmt.api:find_surroundings", _find_no_surroundings),)
+    replacements = (("ckptfmt.run.lineage:find_surroundings", _find_no_surroundings),)

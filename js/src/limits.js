@@ -1,0 +1,43 @@
+// @ts-check
+/** The limits of page 90 of the specification. @module */
+
+export const JSON_NBYTES = 1048576;
+export const MANIFEST_NBYTES = 65535;
+export const JSON_DEPTH = 16;
+export const JSON_INTEGER = Number.MAX_SAFE_INTEGER;
+export const JSON_STRING_NBYTES = 4096;
+export const MSGPACK_NBYTES = 4294967296;
+export const INFLATED_NBYTES = 65536;
+export const INFLATED_RATIO = 32;
+export const ROW_NBYTES = 2;
+export const EXTENT_RATIO = 2;
+export const FREE_ITEMS = 1000;
+export const TREES_NBYTES = 65536;
+export const TREES_RATIO = 2;
+export const TREES_ITEMS = 4000000;
+export const MSGPACK_DEPTH = 32;
+export const MSGPACK_ITEMS = 20000000;
+export const MSGPACK_CONTAINERS = 1000;
+export const TREE_NBYTES = 268435456;
+export const TREE_ITEMS = 1000000;
+export const COMPACT_ITEMS = 16;
+export const NAME_NBYTES = 4096;
+export const KEY_NBYTES = 4160;
+export const NDIM = 32;
+export const SPLIT_NDIM = 8;
+export const CORNERS = 67108864;
+export const DIM = 281474976710656;
+export const ELEMENTS = 1152921504606846976n;
+export const TENSORS = 2000000;
+export const BOXES = 10000000;
+export const WRITERS = 1000000;
+export const REFERENCES = 32;
+export const METRICS = 64;
+export const TAGS = 32;
+export const MIXTURE_BLOCK = 65536;
+export const SKIPPED = 1048576;
+export const OPEN_POSITIONS = 1048576;
+export const BLOCK_NBYTES_MIN = 4096;
+export const BLOCK_NBYTES_MAX = 67108864;
+export const SHARD_HEADER_NBYTES = 16777216;
+export const SHARD_ALIGN_NBYTES = 64;
