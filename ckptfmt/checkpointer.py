@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -142,6 +143,8 @@ class Checkpointer:
     _requested: tuple[Callable[[], Labels], bool] | None = None
     _handle: SaveHandle | None = None
     _saved_step: int | None = None
+    #: The step of the snapshot in memory that isn't written; None without one.
+    _snapshot_step: int | None = None
     _run: RunRecord | None = None
     #: The checkpoint from which this launch resumes; open until the RNG streams are restored.
     _checkpoint: Checkpoint | None = None
@@ -196,6 +199,7 @@ class Checkpointer:
         self._resume = resume
         self._init = InitFrom.of(init_from)
         self._retention = options.keep
+        self._snapshot_every = options.saving.snapshot_every
         has_deltas = DeltaOptions.of(options.saving.delta).mode != "off"
         self._writer_features = (REFERENCED,) if has_deltas else ()
         self._state = state
@@ -870,7 +874,12 @@ class Checkpointer:
             or must
             or (self._rehearsal is not None and self._rehearsal.save_at == step)
         )
-        is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
+        every = self._snapshot_every
+        wants_snapshot = every is not None and self.step // every > (self.step - more) // every
+        # The triggers are asked before a snapshot, too: the run goes back in this step.
+        is_due = not is_over and self._pace.is_due(
+            self.step, more, will_save=will_save or wants_snapshot
+        )
         if self._goes_back_later and self._pace.asks_rewind:
             self._must_go_back = True
             return None
@@ -881,9 +890,11 @@ class Checkpointer:
         if self.stopped and not is_over:
             self._save_and_stop(label)
             return self._handle
-        handle = (
-            self._save(must=must, label=label, to_home=to_home) if is_due or will_save else None
-        )
+        handle = None
+        if is_due or will_save:
+            handle = self._save(must=must, label=label, to_home=to_home)
+        elif wants_snapshot and not is_over:
+            self._save(must=False, hold=True)
         self._pace.beat()
         if self._rehearsal is not None and self._rehearsal.is_over(self.step):
             self._close(SystemExit())
@@ -933,11 +944,18 @@ class Checkpointer:
         deadline_s: float | None = None,
         label: Callable[[], Labels] | None = None,
         to_home: bool = False,
+        hold: bool = False,
     ) -> SaveHandle | None:
+        """Save the agreed step, or take a snapshot that stays in memory (`hold`).
+
+        Returns: the handle; None if the step is saved already, or an alarm forbids the save.
+        """
         assert self.launch is not None and self._run is not None  # noqa: PT018, S101
         is_new = self._agree(step)
         pace = self._pace
         has_alarm = pace.alarm is not None
+        if hold and has_alarm:  # the next step hears of the alarm
+            return None
         self.stopped |= has_alarm
         if pace.gives_up() or not is_new:
             return None
@@ -960,7 +978,15 @@ class Checkpointer:
             label=label,
             to_home=to_home or has_alarm,
             on_event=self._on_save,
+            hold=hold,
         )
+        if hold:
+            self._snapshot_step = None
+            if handle.state != "SKIPPED":
+                self._snapshot_step = now
+                self._witness.note_saved(now, self._count.state)
+            return handle
+        self._snapshot_step = None
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
             self._handle = handle
@@ -1021,7 +1047,8 @@ class Checkpointer:
         """Go back to an earlier save in these processes, as the next launch of the run.
 
         Every process calls this method at the same step. The call waits for the saves in flight,
-        records the next launch, and loads the save into the live objects as `restore` does.
+        records the next launch, and loads the save into the live objects as `restore` does. A
+        snapshot of `Saving.snapshot_every` is written first, and is a save from then on.
         Gradients are dropped. Tensors come from the memory of the slots, if the save is still
         there, and else from the cache or the run. The RNG streams are put back when the next step
         begins, or by `restore_rng`. An alarm of `Stop.triggers` is forgotten.
@@ -1137,6 +1164,7 @@ class Checkpointer:
         group = self._group
         state = self._count.state
         self._pace.rest()
+        self._settle_snapshot(to)
         snapshots = group.together(
             lambda: self._saves.snapshots(self._pace.rest_s(self._deadline_s))
         )
@@ -1175,6 +1203,17 @@ class Checkpointer:
         if self._count.is_under_way:
             self._count.end_body()
 
+    def _settle_snapshot(self, to: int | str | None) -> None:
+        """Write the snapshot in memory before a rewind; drop it if `to` is another save."""
+        step = self._snapshot_step
+        self._snapshot_step = None
+        is_wanted = step is not None and (
+            to is None or (hasattr(to, "__index__") and operator.index(to) >= step)
+        )
+        handle = self._saves.settle_held(write=is_wanted)
+        if handle is not None:
+            self._pace.meters.note_save(handle)
+
     def _load_taken(
         self,
         taken: Taken,
@@ -1211,6 +1250,7 @@ class Checkpointer:
         self._is_touched = True
         self._handle = None
         self._requested = None
+        self._snapshot_step = None
         drop_gradients(state)
         memory, _ = snapshots.get(checkpoint.manifest.origin.attempt, (None, False))
         with keep_iterators(state) if keeps else contextlib.nullcontext():
@@ -1230,7 +1270,8 @@ class Checkpointer:
         Samples are left out if the samplers can. Without a save to go back to, the run stops.
         """
         heals = self._healing is not None
-        alarm = self._pace.find_alarm(self._saved_step, is_bounded=not heals)
+        newest = self._saved_step if self._snapshot_step is None else self._snapshot_step
+        alarm = self._pace.find_alarm(newest, is_bounded=not heals)
         if alarm is None:
             return False
         reason = alarm if not heals and can_skip(self._count.state) else None

@@ -182,6 +182,8 @@ class Background:
         #: Whether slots must be made: there are none, or a thread or a saver may still use them.
         self._wants_slots = True
         self._saves: dict[int, _Save] = {}
+        #: The save that the saver holds: not written before `release_held`.
+        self._held: _Save | None = None
         self._count = 0
         self._is_closing = False
         self._failures: list[tuple[str, SaveHandle]] = []
@@ -514,6 +516,8 @@ class Background:
         request: dict[str, Any],
         handle: SaveHandle,
         plan: Callable[[SaveSlot, memoryview], tuple[list[Copy], list[Copy]]],
+        *,
+        hold: bool = False,
     ) -> None:
         """Save into a free slot; the saver reads behind the copies, and finishes by itself.
 
@@ -522,12 +526,17 @@ class Background:
             request: the request for the saver, from `dump_request`.
             plan: called with the slot's place and memory. Returns the copies to do before this
                 method returns, and the copies for the stager's thread.
+            hold: whether the saver writes the save only after `release_held`, or after the end of
+                this process. The caller drops or releases a held save before the next save. A
+                failure before that isn't returned by `next_failure`.
 
         Raises: CommitError(SAVER_LOST, SLOTS_BUSY); errors of `plan` and of the copies. After an
             error the caller calls `abandon`.
         """
         self._check_process()
-        save, place = self._begin(state, request, handle, self._ready_link())
+        if hold:
+            self.note_told(state.origin.attempt)
+        save, place = self._begin(state, request, handle, self._ready_link(), hold=hold)
         if place.release is None:
             place.release = self._pin(place.slot)
         view = place.slot.view
@@ -554,7 +563,13 @@ class Background:
             self._end_copies(save, None)
 
     def _begin(
-        self, state: SaveState, request: dict[str, Any], handle: SaveHandle, link: Link
+        self,
+        state: SaveState,
+        request: dict[str, Any],
+        handle: SaveHandle,
+        link: Link,
+        *,
+        hold: bool,
     ) -> tuple[_Save, SaveSlot]:
         """Reserve a free slot for a save, and announce the save to the saver."""
         assert self._image is not None  # noqa: S101
@@ -577,6 +592,7 @@ class Background:
                 thread=threading.get_ident(),
             )
             self._saves[save.number] = save
+            self._held = save if hold else None
             place.handle = handle
             place.last_save = self._count
             place.attempt = state.origin.attempt
@@ -590,9 +606,32 @@ class Background:
                 "number": save.number,
                 "slot": place.number,
                 "request": request,
+                "held": hold,
             }
         )
         return save, place
+
+    def release_held(self) -> None:
+        """Let the saver write the held save, if there is one."""
+        with self._lock:
+            save = self._take_held()
+            if save is not None:
+                self._told.discard(save.state.origin.attempt)
+                save.link.send({"type": "release", "number": save.number})
+
+    def drop_held(self) -> None:
+        """Drop the held save, if there is one. The save becomes SKIPPED, and the slot is free."""
+        with self._lock:
+            save = self._take_held()
+            if save is not None:
+                save.link.send({"type": "drop", "number": save.number})
+                save.handle.tell_skipped()
+                self._free_slots()
+
+    def _take_held(self) -> _Save | None:
+        save = self._held
+        self._held = None
+        return save if os.getpid() == self._pid else None  # a fork of the trainer has no saver
 
     def snapshots(self) -> dict[str, tuple[Memory, bool]]:
         """Return the snapshots in slots that no save uses any more, by the name of the attempt.
@@ -882,6 +921,7 @@ class Background:
         self._settle(cancels=True)
         if os.getpid() != self._pid:
             return []  # a fork of the trainer owns no saver and no slots
+        self.release_held()
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
@@ -911,6 +951,7 @@ class Background:
         self._settle(cancels=True)
         if os.getpid() != self._pid:
             return  # a fork of the trainer owns no saver and no slots
+        self.release_held()
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()]

@@ -218,7 +218,8 @@ class SaveHandle:
     - ``COMMITTED``: the checkpoint is durable for all processes.
     - ``FAILED``: there is no checkpoint, or the outcome stays unknown here (SAVER_LOST). `error`
       has the reason.
-    - ``SKIPPED``: no slot was free, and the policy is to skip.
+    - ``SKIPPED``: no slot was free, and the policy is to skip; or a snapshot in memory was
+      replaced before it was written.
 
     Attributes:
         step: number of training steps done.
@@ -449,6 +450,16 @@ class SaveHandle:
             self._note_end()
             self._changed.notify_all()
             return changes
+
+    def tell_skipped(self) -> None:
+        """Record that the save isn't written, unless it has ended otherwise."""
+        with self._lock:
+            if self.state in STATES and self.state != "COMMITTED":
+                self.state = "SKIPPED"
+                self._call_back()
+            self._is_over = True
+            self._note_end()
+            self._changed.notify_all()
 
     def _note_end(self) -> None:
         if self.is_over:

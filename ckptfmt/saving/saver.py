@@ -88,6 +88,8 @@ class Saver:
         self._pending: dict[int, FillProgress] = {}
         #: The trainer's answers about the replicas of saves: a problem, or an empty string.
         self._answers: dict[int, queue.SimpleQueue[str]] = {}
+        #: Whether held saves are written, once that is decided.
+        self._orders: dict[int, queue.SimpleQueue[bool]] = {}
         self._coders = Coders()
         self._known = Known()
         self._upload_known = Known()  # for the upload thread
@@ -98,7 +100,7 @@ class Saver:
         #: Number of the launch with a ledger, and the trainer's end in Unix milliseconds.
         self._launch: int | None = None
         self._ended_unix_ms: int | None = None
-        self._lock = threading.Lock()  # guards `_pending`, `_answers`, `_held` and `_is_held`
+        self._lock = threading.Lock()  # guards `_pending` to `_orders`, `_held` and `_is_held`
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
         self._thread.start()
@@ -114,13 +116,19 @@ class Saver:
         self._refused[number] = error
 
     def handle(self, message: dict[str, Any]) -> None:
-        """Execute a message: image, save, staged, complete, replicated or abandon."""
+        """Execute a message: image, save, staged, complete, replicated, abandon, release or drop.
+
+        A save may be held: it is written after ``release`` or the trainer's end, and never after
+        ``drop``.
+        """
         kind = message["type"]
         number = message.get("number", 0)
         if kind == "image":
             self._image = Image.from_dict(message["image"])
         elif kind == "save":
-            self._begin(number, message["slot"], message["request"])
+            self._begin(
+                number, message["slot"], message["request"], is_held=message.get("held", False)
+            )
         elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
                 seen = message.get("seen", ())
@@ -136,6 +144,8 @@ class Saver:
                 answers.put(message["problem"])
             elif kind == "abandon":
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
+            elif kind in ("release", "drop") and (orders := self._orders.get(number)) is not None:
+                orders.put(kind == "release")
 
     def lose_trainer(self) -> None:
         """Give up all saves with an incomplete snapshot, since the trainer has ended.
@@ -155,7 +165,7 @@ class Saver:
             progress.abandon(error)
 
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Finish the accepted saves, then end the thread.
+        """Finish the accepted saves, held ones included, then end the thread.
 
         Args:
             timeout_s: longest wait in seconds; None for no limit.
@@ -164,6 +174,8 @@ class Saver:
         """
         if self._uploads is not None:
             self._uploads.limit(self._deadline_s)
+        for orders in list(self._orders.values()):
+            orders.put(True)  # noqa: FBT003 - a queue
         self._tasks.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -173,7 +185,7 @@ class Saver:
         """Return whether the threads of the saver are running."""
         return self._thread.is_alive() and (self._uploads is None or self._uploads.is_alive())
 
-    def _begin(self, number: int, slot: int, request: dict[str, Any]) -> None:
+    def _begin(self, number: int, slot: int, request: dict[str, Any], *, is_held: bool) -> None:
         assert self._image is not None  # noqa: S101
         try:
             save, context, delta = parse_request(request, self._store)
@@ -192,6 +204,11 @@ class Saver:
             progress=progress,
         )
         job = SaveJob(save, self._known)
+        orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        if is_held:
+            self._orders[number] = orders
+        else:
+            orders.put(True)  # noqa: FBT003 - a queue
         try:
             self._hold(number, job, progress)
         except Exception as error:  # noqa: BLE001
@@ -202,6 +219,8 @@ class Saver:
         def task() -> None:
             is_on_its_way = False
             try:
+                if not orders.get():
+                    return
                 is_on_its_way = self._uploads is not None and self._save_by_cache(
                     number, job, snapped, delta, self._uploads
                 )
@@ -473,6 +492,7 @@ class Saver:
     def _release(self, number: int, job: SaveJob) -> None:
         with self._lock, contextlib.suppress(CkptError):
             del self._pending[number], self._answers[number]
+            self._orders.pop(number, None)
             with job.held:
                 if not self._pending:
                     self._is_held = False

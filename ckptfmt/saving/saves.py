@@ -123,6 +123,11 @@ class Saving:
             run in trackers; process 0's tags are recorded.
         sign: a `Signer`, or the file of a private key, with which process 0 signs each save before
             the commit; by default None, for no signature.
+        snapshot_every: number of steps between snapshots that stay in memory, without a write; by
+            default None, for no such snapshots. A snapshot takes a slot, needs a saver in a process
+            or a thread, and is skipped while no slot is free. The next snapshot or save replaces
+            the snapshot. `Checkpointer.rewind` and the end of the training write the snapshot, and
+            so does the saver's process after the death of the training's process.
 
     Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
         ``saver="inline"``.
@@ -140,9 +145,11 @@ class Saving:
     failed_saves: int = 10
     tags: Iterable[str] = ()
     sign: Signer | str | os.PathLike[str] | None = None
+    snapshot_every: int | None = None
 
     def __post_init__(self) -> None:
         check_flags(self, "overlap")
+        self._check_snapshots()
         object.__setattr__(self, "tags", Labels.of(None, self.tags).tags)
         object.__setattr__(self, "sign", Signer.of(self.sign))
         has_deltas = DeltaOptions.of(self.delta).mode != "off"
@@ -176,6 +183,33 @@ class Saving:
             raise err(
                 Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice="
             )
+
+    def _check_snapshots(self) -> None:
+        every = self.snapshot_every
+        if every is None:
+            return
+        where = "snapshot_every="
+        if type(every) is not int or every < 1:
+            detail = f"snapshot_every={every!r} isn't a number of steps from 1 on"
+            raise err(Code.ARGUMENT, detail, where=where, remedy="Pass snapshot_every=10, or None.")
+        if self.saver == "inline":
+            remedy = "Pass saver='process' or saver='thread': a snapshot stays in a slot."
+            detail = "saver='inline' can't keep snapshots"
+            raise err(Code.ARGUMENT, detail, where=where, remedy=remedy)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """A snapshot in memory that isn't written.
+
+    Attributes:
+        handle, origin: handle and origin of the save that the snapshot becomes.
+        on_event: function for the events of that save.
+    """
+
+    handle: SaveHandle
+    origin: Origin
+    on_event: Callable[[SaveEvent], object] | None
 
 
 class Saves:
@@ -247,6 +281,7 @@ class Saves:
         self._own_failures: list[tuple[str, SaveHandle]] = []
         #: Handle of the last started save, its attempt's origin, and the process id at the start.
         self._last: tuple[SaveHandle, Origin, int] | None = None
+        self._held: _Held | None = None
         self._background: Background | None = None
         self._replicas: Replicas | None = None
         self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
@@ -347,6 +382,7 @@ class Saves:
 
         Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
         """
+        self._drop_held()  # slots may have to be made anew
         self.check(state, step=step)
         if self._saving.saver != "inline":
             self._count_trainers()
@@ -458,8 +494,11 @@ class Saves:
         label: Callable[[], Labels] | None = None,
         to_home: bool = False,
         on_event: Callable[[SaveEvent], object] | None = None,
+        hold: bool = False,
     ) -> SaveHandle:
         """Start a save, or make a whole save inline; every process calls this at the same step.
+
+        The snapshot of an earlier call with `hold` is dropped.
 
         Args:
             save: values of the save, as proposed by this process.
@@ -469,6 +508,8 @@ class Saves:
             label: returns metrics and tags; called on writer 0.
             to_home: whether the files go home regardless of the cache. Writer 0's value counts.
             on_event: function for `SaveHandle.on_event`, also for a save with an error raised here.
+            hold: whether the snapshot stays in memory, and is written only by `settle_held` and by
+                the end of the saves. Without a free slot the save is skipped.
 
         After a failure of the storage the handle and the reports have the error. Only after more
         than `failed_saves` such failures in a row is the error raised.
@@ -476,12 +517,9 @@ class Saves:
         Raises: the error of an earlier failed save, once; the error that refuses this save.
         """
         begin_s = time.monotonic()
-        if self._saving.saver != "inline" and self._background is None:
-            self.prepare(state)
-        background = self._background
-        if background is not None and not background.has_slots:
-            background = None  # memory is too short for slots: the save is made inline
-        waits = must or self._saving.when_busy == "wait"
+        self._drop_held()
+        background = self._find_background(state)
+        waits = (must or self._saving.when_busy == "wait") and not hold
         timeout_s = self._deadline_s if deadline_s is None else deadline_s
         problem = self._wait_free(background, timeout_s if waits else None)
         path = save.store.name
@@ -493,7 +531,7 @@ class Saves:
             callbacks=self._callbacks,
             look=None if background is None else background.look,
         )
-        if on_event is not None:
+        if on_event is not None and not hold:
             handle.on_event(on_event)
         has_committed = self._has_committed()
         try:
@@ -509,7 +547,7 @@ class Saves:
                     "durability": self._least_durability(to_home=must or to_home),
                     "failure": self._say_failure(),
                     "committed": has_committed,
-                    "busy": problem is not None,
+                    "busy": problem is not None or (hold and background is None),
                 },
             )
         except StoreError as error:  # from writer 0's check; all processes raise it
@@ -519,11 +557,7 @@ class Saves:
             handle.tell_failed(error)
             raise
         self._raise_failure(told)
-        if UNREAD in snapshot.doubts:
-            self._report(f"SAMPLER_UNREAD: {DATA_DOUBTS[UNREAD]}; a resume claims no T1")
-        for sentence in self._ownership.position.reports:
-            self._report(sentence)
-        self._warn_of_limits(snapshot.leaves)
+        self._report_on(snapshot)
         if any(theirs["busy"] for theirs in told):
             if waits:
                 busy = problem or err(
@@ -531,17 +565,72 @@ class Saves:
                 )
                 self._fail_together(handle, busy, must=must)
                 return handle
-            _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
+            if not hold:
+                _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
-        self._begun_count += 1
-        self._last = handle, save.origin, os.getpid()
-        self._undecided.append(handle)
+        if hold:
+            self._held = _Held(handle, save.origin, on_event)
+        else:
+            self._begun_count += 1
+            self._note_begun(handle, save.origin)
         save = dataclasses.replace(save, durability=told[0]["durability"])
-        self._write(background, save, snapshot, handle, state)
-        if self._mirrors is not None:
-            self._mirrors.follow(handle)
+        self._write(background, save, snapshot, handle, state, hold=hold)
         handle.blocked_s = time.monotonic() - begin_s
         return handle
+
+    def _find_background(self, state: State) -> Background | None:
+        """Return the slots and the saver; None if the save is made inline."""
+        if self._saving.saver != "inline" and self._background is None:
+            self.prepare(state)
+        background = self._background
+        # Memory may be too short for slots.
+        return background if background is not None and background.has_slots else None
+
+    def _report_on(self, snapshot: Snapshot) -> None:
+        """Report doubtful parts of a snapshot."""
+        if UNREAD in snapshot.doubts:
+            self._report(f"SAMPLER_UNREAD: {DATA_DOUBTS[UNREAD]}; a resume claims no T1")
+        for sentence in self._ownership.position.reports:
+            self._report(sentence)
+        self._warn_of_limits(snapshot.leaves)
+
+    def _note_begun(self, handle: SaveHandle, origin: Origin) -> None:
+        self._last = handle, origin, os.getpid()
+        self._undecided.append(handle)
+        if self._mirrors is not None:
+            self._mirrors.follow(handle)
+
+    def settle_held(self, *, write: bool) -> SaveHandle | None:
+        """Write the snapshot in memory if all processes have it and want so, else drop it.
+
+        Every process calls this.
+
+        Returns: the handle of the save that is written now; None without one.
+        """
+        held = self._held
+        has = write and held is not None and held.handle.state in STATES
+        if not all(self._group.all_gather(has)):
+            self._drop_held()
+            return None
+        self._release_held()
+        return None if held is None else held.handle
+
+    def _release_held(self) -> None:
+        """Let the saver write the snapshot in memory, without asking the other processes."""
+        held = self._held
+        if held is None or held.handle.state not in STATES or self._background is None:
+            self._drop_held()
+            return
+        self._held = None
+        if held.on_event is not None:
+            held.handle.on_event(held.on_event)
+        self._note_begun(held.handle, held.origin)
+        self._background.release_held()
+
+    def _drop_held(self) -> None:
+        self._held = None
+        if self._background is not None:
+            self._background.drop_held()
 
     def _wait_free(
         self, background: Background | None, timeout_s: float | None
@@ -566,6 +655,8 @@ class Saves:
         snapshot: Snapshot,
         handle: SaveHandle,
         state: State,
+        *,
+        hold: bool,
     ) -> None:
         """Hand an agreed save over to the saver, or make the save inline.
 
@@ -576,7 +667,7 @@ class Saves:
         """
         try:
             if background is None or not self._save_beside(
-                background, save, snapshot, handle, state
+                background, save, snapshot, handle, state, hold=hold
             ):
                 self._save_inline(save, snapshot, handle)
         except CkptError as error:
@@ -623,6 +714,8 @@ class Saves:
         snapshot: Snapshot,
         handle: SaveHandle,
         state: State,
+        *,
+        hold: bool,
     ) -> bool:
         """Start a save in the background.
 
@@ -641,6 +734,7 @@ class Saves:
                 request,
                 handle,
                 functools.partial(self._plan_copies, snapshot, handle, state),
+                hold=hold,
             )
         except BaseException as error:
             # Interrupts included. The error is raised here; all writers can read of the failure in
@@ -712,7 +806,8 @@ class Saves:
     def regroup(self, timeout_s: float) -> tuple[dict[str, tuple[Memory, bool]], list[str]]:
         """Let go of the saves in flight, since other processes take the places of lost processes.
 
-        The saves get some time to end by themselves: the saver of a lost process may live.
+        The saves get some time to end by themselves: the saver of a lost process may live. A
+        snapshot in memory is one of these saves, since the saver of a lost process writes its own.
 
         Args:
             timeout_s: longest wait in seconds.
@@ -721,6 +816,7 @@ class Saves:
             the memory of this process.
         Raises: CommitError(SAVE_PENDING) if a snapshot is still being copied.
         """
+        self._release_held()
         self._failed_count = self._begun_count = 0
         self._undecided = []
         self._own_failures = []
@@ -841,7 +937,7 @@ class Saves:
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
         """Wait for the saves in flight and their callbacks, then close the saver and the slots.
 
-        The files of the last save are brought home from the cache.
+        A snapshot in memory is written. The files of the last save are brought home from the cache.
 
         Args:
             deadline_s: longest wait in seconds.
@@ -853,6 +949,7 @@ class Saves:
         """
         end_s = time.monotonic() + deadline_s
         brought_home = None
+        self._release_held()
         self.unheld.close()
         try:
             self._close_background(deadline_s, quietly=quietly)

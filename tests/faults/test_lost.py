@@ -93,8 +93,8 @@ def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monke
             assert begun.wait(PATIENCE_S)
         return error_from_json(told)
 
-    def begin_and_tell(background, *args):
-        lent = begin(background, *args)
+    def begin_and_tell(background, *args, **options):
+        lent = begin(background, *args, **options)
         if heard.is_set():
             begun.set()
         return lent

@@ -54,6 +54,7 @@ class Told(NamedTuple):
             stay in the caches.
         draws: whether survivors draw a random number too many, which the test must notice.
         damages: whether the memory of a survivor is damaged before the first regroup.
+        snapshots: whether each step has a snapshot in memory.
     """
 
     place: str
@@ -66,6 +67,7 @@ class Told(NamedTuple):
     peers: bool = False
     draws: bool = False
     damages: bool = False
+    snapshots: bool = False
 
 
 def train(variables: dict[str, str], told: Told) -> None:
@@ -111,6 +113,7 @@ class _Training:
             checkpointer = ckptfmt.Checkpointer(
                 place / "run", state, every=EVERY, copies=copies,
                 job=ckptfmt.Job(deadline_s=WAIT_S), on_save=self._hear,
+                saving=ckptfmt.Saving(snapshot_every=1 if told.snapshots else None),
             )  # fmt: skip
             is_first = True
             while True:
@@ -147,6 +150,9 @@ class _Training:
                 torch.rand(1)
             loss = model(self.inputs[next(batches)]).square().mean()
             self._die("step", step)
+            if ("copied", step) in self.told.deaths:
+                checkpointer._saves._held.handle.wait_staged(WAIT_S)  # type: ignore[union-attr]
+                self._die("copied", step)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

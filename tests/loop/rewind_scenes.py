@@ -74,6 +74,7 @@ def _compare(stage: Stage, kind: str) -> Any:
         "process": ckptfmt.Saving(),
         "deltas": ckptfmt.Saving(delta="auto"),
         "inline": ckptfmt.Saving(saver="inline"),
+        "snapshots": ckptfmt.Saving(snapshot_every=2),
     }
     differences = {}
     told = {}
@@ -94,7 +95,7 @@ def sharded(stage: Stage) -> Any:
     return _compare(stage, "sharded")
 
 
-def alarm_of_one(stage: Stage) -> Any:
+def alarm_of_one(stage: Stage, saving: ckptfmt.Saving | None = None) -> Any:
     """A NaN that only process 1 sees takes both processes back, and both leave the samples out."""
     net = _make("data_parallel", stage)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -103,11 +104,14 @@ def alarm_of_one(stage: Stage) -> Any:
     state = ckptfmt.State(weights=net, optimizer=optimizer, data=sampler, config={})
     samples = []
     with ckptfmt.Checkpointer(
-        stage.path("alarm"), state, every=2, stop=ckptfmt.Stop(triggers=triggers),
+        stage.path("alarm" if saving is None else "alarm-and-snapshots"), state,
+        every=2 if saving is None else 4, stop=ckptfmt.Stop(triggers=triggers), saving=saving,
         job=ckptfmt.Job(deadline_s=60.0),
     ) as checkpointer:  # fmt: skip
         batches = iter(sampler)
         for step in checkpointer.steps(8):
+            if saving is not None and checkpointer._handle is not None:
+                checkpointer._handle.wait_over(60)  # a snapshot needs a free slot
             found = next(batches)
             net(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
@@ -121,3 +125,7 @@ def alarm_of_one(stage: Stage) -> Any:
         "weights": weight_bits(net),
         "skips": [(skip["range"], skip["reason"]) for skip in sampler.state_dict()["skips"]],
     }
+
+
+def alarm_with_snapshots(stage: Stage) -> Any:
+    return alarm_of_one(stage, ckptfmt.Saving(snapshot_every=1))

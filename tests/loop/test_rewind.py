@@ -26,6 +26,8 @@ SAVINGS = {
     "deltas": ckptfmt.Saving(delta="auto"),
     "no overlap": ckptfmt.Saving(overlap=False),
     "one slot": ckptfmt.Saving(slots=1),
+    "snapshots": ckptfmt.Saving(snapshot_every=1),
+    "snapshots in a thread": ckptfmt.Saving(saver="thread", snapshot_every=1, delta="auto"),
 }
 
 

@@ -120,7 +120,13 @@ class Trainer:
         return self.seen.at(checkpoint_name(step, self.launch.launch))
 
     def begin(
-        self, number: int, made: Any = None, *, slot: int = 0, keep: int | None = None
+        self,
+        number: int,
+        made: Any = None,
+        *,
+        slot: int = 0,
+        keep: int | None = None,
+        held: bool = False,
     ) -> None:
         """Begin save `number`, of the step of this number; the slot holds rubbish as yet."""
         made = made_of(number) if made is None else made
@@ -140,7 +146,8 @@ class Trainer:
         )
         request = dump_request(save, Context.of(made), DeltaOptions())
         self.send({"type": "image", "image": image.as_dict()})
-        self.send({"type": "save", "number": number, "slot": slot, "request": request})
+        message = {"type": "save", "number": number, "slot": slot, "request": request}
+        self.send({**message, "held": held})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message as the channel would."""
@@ -425,6 +432,61 @@ def test_clean_up_that_fails_is_no_failure_of_the_save() -> None:
     assert (done["state"], done["removed"]) == ("DONE", [])
     assert Code.STORE_IO in done["problem"]
     assert trainer.committed() == [1, 2]
+
+
+# --- held saves -----------------------------------------------------------------------------------
+
+
+def begin_held(trainer: Trainer, number: int) -> None:
+    """Hand over a held save whose snapshot is complete."""
+    trainer.begin(number, held=True)
+    trainer.complete(number)
+
+
+def test_held_save_is_written_when_it_is_released() -> None:
+    trainer = Trainer()
+    before = trainer.store.snapshot().keys()
+    begin_held(trainer, 1)
+    time.sleep(0.05)  # time enough to write
+    assert trainer.states(1) == ["STAGED"]
+    assert trainer.store.snapshot().keys() == before
+    assert trainer.held()  # the saver writes the save if the trainer dies: a launch waits for it
+    trainer.send({"type": "release", "number": 1})
+    assert trainer.wait(1)["state"] == "DONE"
+    assert trainer.committed() == [1]
+    assert trainer.is_let_go()
+
+
+def test_held_save_that_is_dropped_writes_nothing() -> None:
+    trainer = Trainer()
+    before = trainer.store.snapshot().keys()
+    begin_held(trainer, 1)
+    trainer.send({"type": "drop", "number": 1})
+    trainer.send({"type": "release", "number": 1})  # comes too late
+    assert trainer.is_let_go()
+    assert trainer.store.snapshot().keys() == before
+    assert trainer.save(2)["state"] == "DONE"
+    assert trainer.committed() == [2]
+
+
+def test_trainer_that_is_gone_leaves_its_held_save_to_the_saver() -> None:
+    trainer = Trainer()
+    begin_held(trainer, 1)
+    trainer.saver.lose_trainer()
+    assert trainer.saver.finish(WAIT_S)
+    assert trainer.committed() == [1]
+    assert verify(trainer.place(1)).valid
+
+
+def test_held_save_that_was_being_copied_goes_with_its_trainer() -> None:
+    trainer = Trainer()
+    trainer.begin(1, held=True)
+    trainer.stage(1, 5000)
+    trainer.saver.lose_trainer()
+    assert trainer.saver.finish(WAIT_S)
+    assert trainer.wait(1)["code"] == Code.TRAINER_LOST
+    assert trainer.committed() == []
+    assert trainer.place(1).list("") == []
 
 
 # --- what fails -----------------------------------------------------------------------------------

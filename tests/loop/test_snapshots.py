@@ -1,0 +1,245 @@
+"""Snapshots between saves: they stay in memory, and become saves where the training would lose steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptfmt
+from ckptfmt.commit.waiting import list_held
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store import open_store
+from tests.loop.test_rewind import STEPS, Training, undisturbed
+from tests.store.helpers import ROOT
+
+SAVERS = ["process", "thread"]
+
+
+def saving_of(saver: Any, *, every: int = 1, **options: Any) -> ckptfmt.Saving:
+    return ckptfmt.Saving(saver=saver, snapshot_every=every, **options)
+
+
+def steps_of(run: Path) -> list[int]:
+    return [entry.step for entry in ckptfmt.Run(run).list() if entry.state == "committed"]
+
+
+def wait_for_savers(run: Path) -> None:
+    """Wait for the end of the savers of a process that was killed."""
+    end_s = time.monotonic() + 60
+    while list_held(open_store(run, writable=False)):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("delta", ["off", "auto"])
+def test_a_rewind_goes_back_to_a_step_that_was_never_saved(
+    tmp_path: Path, saver: str, delta: Any
+) -> None:
+    right = undisturbed()
+    training = Training()
+    saving = saving_of(saver, every=3, delta=delta)
+    moments = [4, 17]
+    with ckptfmt.Checkpointer(tmp_path, training.state, every=10, saving=saving) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if moments and step == moments[0]:
+                moments.pop(0)
+                report = checkpointer.rewind()
+                assert report.step == step // 3 * 3
+                assert report.reads.memory_nbytes == report.reads.needed_nbytes > 0
+                continue
+    assert checkpointer.rewinds == 2
+    assert checkpointer.load_report is not None
+    assert (checkpointer.load_report.claim, checkpointer.load_report.evidence) == ("T1", "verified")
+    assert training.bits() == right.bits()
+    assert training.rows == right.rows
+    assert sorted(steps_of(tmp_path)) == [3, 10, 15, 20, STEPS]
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_snapshots_leave_nothing_in_the_run(tmp_path: Path, saver: str) -> None:
+    training = Training()
+    events: list[Any] = []
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=10, saving=saving_of(saver), on_save=events.append
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+    assert sorted(one.name[:13] for one in tmp_path.glob("step-*")) == [
+        f"step-{step:08d}" for step in (10, 20, STEPS)
+    ]
+    kinds = [(event.step, event.kind) for event in events]
+    assert sorted(kinds) == [
+        (step, kind) for step in (10, 20, STEPS) for kind in ("committed", "staged")
+    ]
+    assert ckptfmt.validate(tmp_path).violations == []
+
+
+def test_to_an_older_save_drops_the_snapshot(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=5, saving=saving_of("process")
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 9 and not checkpointer.rewinds:
+                assert checkpointer.rewind(to=7).step == 5
+                continue
+    assert sorted(steps_of(tmp_path)) == [5, 10, 15, 20, STEPS]
+    assert training.bits() == undisturbed().bits()
+
+
+TRAINING = """
+import os, signal, sys
+from pathlib import Path
+import ckptfmt
+from tests.loop.test_rewind import Training
+
+training = Training()
+saving = ckptfmt.Saving(snapshot_every=4)
+with ckptfmt.Checkpointer(Path(sys.argv[1]), training.state, every=10, saving=saving) as checkpointer:
+    batches = training.batches()
+    for step in checkpointer.steps(24):
+        training.train(step, next(batches))
+        if step == 19 and sys.argv[2] == "kill":
+            checkpointer._saves._held.handle.wait_staged(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 19 and sys.argv[2] == "raise":
+            raise RuntimeError("a fault of the training")
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "raise"])
+def test_the_next_launch_goes_on_from_the_snapshot_of_a_training_that_died(
+    tmp_path: Path, end: str
+) -> None:
+    """Step 10 was saved; the saver, or the end of the `with` block, writes the snapshot of step 16."""
+    died = subprocess.run(
+        [sys.executable, "-c", TRAINING, str(tmp_path), end],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert died.returncode == (-signal.SIGKILL if end == "kill" else 1), died.stderr
+    wait_for_savers(tmp_path)
+    assert sorted(steps_of(tmp_path)) == [10, 16]
+    training = Training()
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=10, saving=ckptfmt.Saving(saver="inline")
+    ) as checkpointer:
+        assert checkpointer.step == 16
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+    assert training.bits() == undisturbed().bits()
+
+
+def test_a_saver_that_dies_with_a_snapshot_ends_no_training(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=10, saving=saving_of("process")
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 11 and not checkpointer.rewinds:
+                checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
+            if step == 14:
+                held: Any = checkpointer._saves._held
+                os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                with pytest.raises(CkptError, match=str(Code.SAVER_LOST)):
+                    held.handle.wait("WRITTEN", 60)
+            if step == 15 and not checkpointer.rewinds:
+                # A new saver has the snapshot of step 15.
+                assert checkpointer.rewind().step == 15
+    assert training.bits() == undisturbed().bits()
+    assert sorted(steps_of(tmp_path)) == [10, 15, 20, STEPS]
+
+
+def test_a_rewind_without_a_usable_snapshot_goes_back_to_the_save(tmp_path: Path) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=10, saving=saving_of("process")
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 11 and not checkpointer.rewinds:
+                checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
+            if step == 15 and not checkpointer.rewinds:
+                held: Any = checkpointer._saves._held
+                os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                with pytest.raises(CkptError, match=str(Code.SAVER_LOST)):
+                    held.handle.wait("WRITTEN", 60)
+                assert checkpointer.rewind().step == 10
+    assert training.bits() == undisturbed().bits()
+
+
+def test_an_alarm_goes_back_to_the_snapshot_before_it(tmp_path: Path) -> None:
+    """The step with the NaN isn't kept."""
+    triggers = ckptfmt.Triggers("rewind")
+    training = Training()
+    came = []
+    with ckptfmt.Checkpointer(
+        tmp_path,
+        training.state,
+        every=10,
+        saving=saving_of("process"),
+        stop=ckptfmt.Stop(triggers=triggers),
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            came.append(step)
+            loss = training.train(step, next(batches))
+            triggers.feed(loss=float("nan") if step == 17 and came.count(17) == 1 else loss)
+    assert checkpointer.rewinds == 1
+    assert came == [*range(18), *range(17, STEPS)]
+    assert sorted(steps_of(tmp_path)) == [10, 17, 20, STEPS]
+    skips = training.sampler.state_dict()["skips"]
+    assert [skip["range"] for skip in skips] == [[68, 72]]  # four samples of one step
+
+
+def test_a_snapshot_without_a_free_slot_is_skipped(tmp_path: Path) -> None:
+    """The saver is stopped: saves stay in the slots, and the training waits for none of them."""
+    training = Training()
+    checkpointer = ckptfmt.Checkpointer(
+        tmp_path, training.state, every=10, saving=saving_of("process", slots=1)
+    )
+    with checkpointer:
+        batches = training.batches()
+        pid = 0
+        for step in checkpointer.steps(19):
+            training.train(step, next(batches))
+            if step == 9:
+                pid = checkpointer._saves._background._link.pid  # type: ignore[union-attr]
+                os.kill(pid, signal.SIGSTOP)
+            if step == 13:
+                assert checkpointer._saves._held is None
+                os.kill(pid, signal.SIGCONT)
+    assert sorted(steps_of(tmp_path)) == [10, 19]
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "10"])
+def test_the_number_of_steps_is_checked(every: Any) -> None:
+    with pytest.raises(CkptError, match="isn't a number of steps"):
+        ckptfmt.Saving(snapshot_every=every)
+
+
+def test_an_inline_saver_keeps_no_snapshots() -> None:
+    with pytest.raises(CkptError, match="can't keep snapshots") as caught:
+        ckptfmt.Saving(saver="inline", snapshot_every=5)
+    assert caught.value.code == Code.ARGUMENT
