@@ -981,14 +981,13 @@ class Checkpointer:
             hold=hold,
         )
         if hold:
-            self._snapshot_step = None
             if handle.state != "SKIPPED":
                 self._snapshot_step = now
                 self._witness.note_saved(now, self._count.state)
             return handle
-        self._snapshot_step = None
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
+            self._snapshot_step = None
             self._handle = handle
             self._saved_step = now
             self._witness.note_saved(now, self._count.state)
@@ -1210,7 +1209,7 @@ class Checkpointer:
         is_wanted = step is not None and (
             to is None or (hasattr(to, "__index__") and operator.index(to) >= step)
         )
-        handle = self._saves.settle_held(write=is_wanted)
+        handle = self._saves.settle_held(self._pace.rest_s(self._deadline_s), write=is_wanted)
         if handle is not None:
             self._pace.meters.note_save(handle)
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -14,11 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ckptfmt.box import Box
+from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
 from ckptfmt.run.node_cache import Cache
 from ckptfmt.run.save_job import SaveJob, SaveState
-from ckptfmt.saving.handle import SaveHandle, SaveReport, tell_committed, wait_until
+from ckptfmt.saving.handle import STATES, SaveHandle, SaveReport, tell_committed, wait_until
 from ckptfmt.saving.links import Link, Lost, ProcessLink, ThreadLink
 from ckptfmt.saving.request import OF_MANIFEST
 from ckptfmt.store import address_of
@@ -126,8 +128,9 @@ class Background:
         store: store rooted at the run; None if each request names its place.
         in_process: whether the saver is a separate process instead of a thread. Then `address_of`
             must know the store.
-        slot_count: largest number of slots. Slots after the first are made when a save finds all
-            slots busy.
+        slot_count: largest number of slots. Slots after the first ones are made when a save finds
+            all slots busy.
+        first_count: number of slots made at first.
         nice: increment of the saver process's niceness.
         deadline_s: longest wait for the saver to be ready, in seconds.
         cache: node cache for saves of the run; None for none.
@@ -142,6 +145,7 @@ class Background:
         *,
         in_process: bool,
         slot_count: int,
+        first_count: int = 1,
         nice: int,
         deadline_s: float,
         cache: Cache | None = None,
@@ -156,6 +160,7 @@ class Background:
         self._address = None if store is None else address_of(store)
         self._in_process = in_process
         self._slot_count = slot_count
+        self._first_count = first_count
         self._nice = nice
         self._deadline_s = deadline_s
         self._pid = os.getpid()
@@ -182,8 +187,8 @@ class Background:
         #: Whether slots must be made: there are none, or a thread or a saver may still use them.
         self._wants_slots = True
         self._saves: dict[int, _Save] = {}
-        #: The save that the saver holds: not written before `release_held`.
-        self._held: _Save | None = None
+        #: The saves that the saver holds, the newest last: not written before `release_held`.
+        self._held: list[_Save] = []
         self._count = 0
         self._is_closing = False
         self._failures: list[tuple[str, SaveHandle]] = []
@@ -205,7 +210,7 @@ class Background:
     ) -> str:
         """Make and touch slots for an image, and start the saver, unless both are ready.
 
-        At first there is one slot; see `begin_adding_slot`.
+        At first there are `first_count` slots; see `begin_adding_slot`.
 
         Args:
             shared_by: number of trainers making slots on this machine at the same time.
@@ -226,7 +231,7 @@ class Background:
         self._shared_by = 1 if self._has_failed_preparing else shared_by
         self._pin = pin or _pin_nothing
         count, reason = self._find_room(image.nbytes, self._slot_count)
-        wanted = min(count, max(1, len(self._places)))
+        wanted = min(count, max(self._first_count, len(self._places)))
         while True:
             try:
                 self._make_slots(wanted, image.nbytes)
@@ -347,7 +352,11 @@ class Background:
             raise err(Code.SAVER_LOST, "the saves are being closed", where=self._name)
 
     def _make_slots(self, count: int, nbytes: int) -> None:
-        """Wait until the slots are free, close them, make new slots, and hand them to the saver."""
+        """Wait until the slots are free, close them, make new slots, and hand them to the saver.
+
+        Held saves are dropped.
+        """
+        self.drop_held()
         if not self._wait(lambda: all(place.handle is None for place in self._places)):
             raise self.busy_error(self._deadline_s)
         if count < len(self._places):
@@ -527,8 +536,8 @@ class Background:
             plan: called with the slot's place and memory. Returns the copies to do before this
                 method returns, and the copies for the stager's thread.
             hold: whether the saver writes the save only after `release_held`, or after the end of
-                this process. The caller drops or releases a held save before the next save. A
-                failure before that isn't returned by `next_failure`.
+                this process. The save is dropped once a later snapshot is complete. The failure of
+                a held save isn't returned by `next_failure`.
 
         Raises: CommitError(SAVER_LOST, SLOTS_BUSY); errors of `plan` and of the copies. After an
             error the caller calls `abandon`.
@@ -592,7 +601,7 @@ class Background:
                 thread=threading.get_ident(),
             )
             self._saves[save.number] = save
-            self._held = save if hold else None
+            self._held += [save] if hold else []
             place.handle = handle
             place.last_save = self._count
             place.attempt = state.origin.attempt
@@ -611,27 +620,53 @@ class Background:
         )
         return save, place
 
-    def release_held(self) -> None:
-        """Let the saver write the held save, if there is one."""
+    def held_step(self) -> int | None:
+        """Return the step of the newest held save that hasn't failed; None without one."""
         with self._lock:
-            save = self._take_held()
-            if save is not None:
-                self._told.discard(save.state.origin.attempt)
-                save.link.send({"type": "release", "number": save.number})
+            steps = [save.handle.step for save in self._held if save.handle.state in STATES]
+        return steps[-1] if steps else None
 
-    def drop_held(self) -> None:
-        """Drop the held save, if there is one. The save becomes SKIPPED, and the slot is free."""
+    def release_held(self, timeout_s: float) -> tuple[SaveHandle, Origin] | None:
+        """Let the saver write the newest held save that hasn't failed, and drop the others.
+
+        Args:
+            timeout_s: longest wait for copies in progress, in seconds. A later save whose copies
+                succeed takes the place of the held save.
+
+        Returns: handle and origin of the save; None without one.
+        """
+        if os.getpid() != self._pid:
+            return None  # a fork of the trainer has no saver
+        end_s = time.monotonic() + timeout_s
         with self._lock:
-            save = self._take_held()
-            if save is not None:
+            handles = [save.handle for save in self._saves.values()] if self._held else []
+        for handle in handles:
+            with contextlib.suppress(CkptError):
+                handle.wait_copied(max(0.0, end_s - time.monotonic()))
+        with self._lock:
+            live = [save for save in self._held if save.handle.state in STATES]
+            if not live:
+                self.drop_held()
+                return None
+            newest = live[-1]
+            self._held.remove(newest)
+            self.drop_held()
+            self._told.discard(newest.state.origin.attempt)
+            newest.link.send({"type": "release", "number": newest.number})
+            return newest.handle, newest.state.origin
+
+    def drop_held(self, *, before: float = math.inf) -> None:
+        """Drop the held saves of smaller numbers: they become SKIPPED, and their slots free."""
+        with self._lock:
+            if os.getpid() != self._pid:
+                return
+            going = [save for save in self._held if save.number < before]
+            self._held = self._held[len(going) :]
+            for save in going:
                 save.link.send({"type": "drop", "number": save.number})
                 save.handle.tell_skipped()
+            if going:
                 self._free_slots()
-
-    def _take_held(self) -> _Save | None:
-        save = self._held
-        self._held = None
-        return save if os.getpid() == self._pid else None  # a fork of the trainer has no saver
 
     def snapshots(self) -> dict[str, tuple[Memory, bool]]:
         """Return the snapshots in slots that no save uses any more, by the name of the attempt.
@@ -737,6 +772,7 @@ class Background:
         if problem is None:
             save.is_complete = True
             save.link.send({"type": "complete", "number": save.number})
+            self.drop_held(before=save.number)
         else:
             self._fail(save, _copy_error(problem))
             save.link.send(
@@ -921,8 +957,8 @@ class Background:
         self._settle(cancels=True)
         if os.getpid() != self._pid:
             return []  # a fork of the trainer owns no saver and no slots
-        self.release_held()
         end_s = time.monotonic() + timeout_s
+        self.release_held(timeout_s)
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         rest = [
@@ -951,8 +987,8 @@ class Background:
         self._settle(cancels=True)
         if os.getpid() != self._pid:
             return  # a fork of the trainer owns no saver and no slots
-        self.release_held()
         end_s = time.monotonic() + timeout_s
+        self.release_held(timeout_s)
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         for handle in handles:

@@ -126,9 +126,7 @@ class Saver:
         if kind == "image":
             self._image = Image.from_dict(message["image"])
         elif kind == "save":
-            self._begin(
-                number, message["slot"], message["request"], is_held=message.get("held", False)
-            )
+            self._begin(number, message["slot"], message["request"], is_held=message["held"])
         elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
                 seen = message.get("seen", ())

@@ -126,8 +126,9 @@ class Saving:
         snapshot_every: number of steps between snapshots that stay in memory, without a write; by
             default None, for no such snapshots. A snapshot takes a slot, needs a saver in a process
             or a thread, and is skipped while no slot is free. The next snapshot or save replaces
-            the snapshot. `Checkpointer.rewind` and the end of the training write the snapshot, and
-            so does the saver's process after the death of the training's process.
+            the snapshot, once all is copied. `Checkpointer.rewind` and the end of the training
+            write the snapshot, and so does the saver's process after the death of the training's
+            process.
 
     Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
         ``saver="inline"``.
@@ -196,20 +197,6 @@ class Saving:
             remedy = "Pass saver='process' or saver='thread': a snapshot stays in a slot."
             detail = "saver='inline' can't keep snapshots"
             raise err(Code.ARGUMENT, detail, where=where, remedy=remedy)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Held:
-    """A snapshot in memory that isn't written.
-
-    Attributes:
-        handle, origin: handle and origin of the save that the snapshot becomes.
-        on_event: function for the events of that save.
-    """
-
-    handle: SaveHandle
-    origin: Origin
-    on_event: Callable[[SaveEvent], object] | None
 
 
 class Saves:
@@ -281,7 +268,8 @@ class Saves:
         self._own_failures: list[tuple[str, SaveHandle]] = []
         #: Handle of the last started save, its attempt's origin, and the process id at the start.
         self._last: tuple[SaveHandle, Origin, int] | None = None
-        self._held: _Held | None = None
+        #: Function for the events of a snapshot in memory, once it is written.
+        self._on_held: Callable[[SaveEvent], object] | None = None
         self._background: Background | None = None
         self._replicas: Replicas | None = None
         self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
@@ -382,7 +370,6 @@ class Saves:
 
         Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
         """
-        self._drop_held()  # slots may have to be made anew
         self.check(state, step=step)
         if self._saving.saver != "inline":
             self._count_trainers()
@@ -430,6 +417,8 @@ class Saves:
             self._store,
             in_process=in_process,
             slot_count=saving.slots,
+            # A snapshot stays until the next one is complete.
+            first_count=1 if saving.snapshot_every is None else min(2, saving.slots),
             nice=saving.nice,
             deadline_s=self._deadline_s,
             cache=self._cache,
@@ -498,7 +487,8 @@ class Saves:
     ) -> SaveHandle:
         """Start a save, or make a whole save inline; every process calls this at the same step.
 
-        The snapshot of an earlier call with `hold` is dropped.
+        The snapshot of an earlier call with `hold` is dropped once the new one is complete, or
+        before if no other slot is free.
 
         Args:
             save: values of the save, as proposed by this process.
@@ -517,7 +507,6 @@ class Saves:
         Raises: the error of an earlier failed save, once; the error that refuses this save.
         """
         begin_s = time.monotonic()
-        self._drop_held()
         background = self._find_background(state)
         waits = (must or self._saving.when_busy == "wait") and not hold
         timeout_s = self._deadline_s if deadline_s is None else deadline_s
@@ -569,7 +558,7 @@ class Saves:
                 _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         if hold:
-            self._held = _Held(handle, save.origin, on_event)
+            self._on_held = on_event
         else:
             self._begun_count += 1
             self._note_begun(handle, save.origin)
@@ -600,35 +589,38 @@ class Saves:
         if self._mirrors is not None:
             self._mirrors.follow(handle)
 
-    def settle_held(self, *, write: bool) -> SaveHandle | None:
+    def settle_held(self, timeout_s: float, *, write: bool) -> SaveHandle | None:
         """Write the snapshot in memory if all processes have it and want so, else drop it.
 
         Every process calls this.
 
+        Args:
+            timeout_s: longest wait for copies in progress, in seconds.
+            write: whether this process wants the snapshot to be written.
+
         Returns: the handle of the save that is written now; None without one.
         """
-        held = self._held
-        has = write and held is not None and held.handle.state in STATES
-        if not all(self._group.all_gather(has)):
+        background = self._background
+        step = background.held_step() if write and background is not None else None
+        if set(self._group.all_gather(step)) != {step}:
+            step = None
+        if step is None:
             self._drop_held()
             return None
-        self._release_held()
-        return None if held is None else held.handle
+        return self._release_held(timeout_s)
 
-    def _release_held(self) -> None:
+    def _release_held(self, timeout_s: float) -> SaveHandle | None:
         """Let the saver write the snapshot in memory, without asking the other processes."""
-        held = self._held
-        if held is None or held.handle.state not in STATES or self._background is None:
-            self._drop_held()
-            return
-        self._held = None
-        if held.on_event is not None:
-            held.handle.on_event(held.on_event)
-        self._note_begun(held.handle, held.origin)
-        self._background.release_held()
+        released = None if self._background is None else self._background.release_held(timeout_s)
+        if released is None:
+            return None
+        handle, origin = released
+        if self._on_held is not None:
+            handle.on_event(self._on_held)
+        self._note_begun(handle, origin)
+        return handle
 
     def _drop_held(self) -> None:
-        self._held = None
         if self._background is not None:
             self._background.drop_held()
 
@@ -644,6 +636,9 @@ class Saves:
         Returns: the error SLOTS_BUSY without a free slot, which all writers exchange; else None.
         """
         if background is None or not background.is_busy():
+            return None
+        self._drop_held()
+        if not background.is_busy():
             return None
         background.begin_adding_slot(self._report)
         return background.busy_error(0.0) if timeout_s is None else background.wait_free(timeout_s)
@@ -816,7 +811,7 @@ class Saves:
             the memory of this process.
         Raises: CommitError(SAVE_PENDING) if a snapshot is still being copied.
         """
-        self._release_held()
+        self._release_held(timeout_s)
         self._failed_count = self._begun_count = 0
         self._undecided = []
         self._own_failures = []
@@ -949,7 +944,7 @@ class Saves:
         """
         end_s = time.monotonic() + deadline_s
         brought_home = None
-        self._release_held()
+        self._release_held(deadline_s)
         self.unheld.close()
         try:
             self._close_background(deadline_s, quietly=quietly)

@@ -195,8 +195,8 @@ def test_interrupted_save_is_finished_or_given_up(run, monkeypatch, where, saver
     }[where]
     inner, left = getattr(kind, name), [True]
 
-    def interrupt_once(*args):
-        result = inner(*args)
+    def interrupt_once(*args, **options):
+        result = inner(*args, **options)
         if left and threading.current_thread() is threading.main_thread():
             left.clear()
             raise KeyboardInterrupt

@@ -151,7 +151,8 @@ class _Training:
             loss = model(self.inputs[next(batches)]).square().mean()
             self._die("step", step)
             if ("copied", step) in self.told.deaths:
-                checkpointer._saves._held.handle.wait_staged(WAIT_S)  # type: ignore[union-attr]
+                background: Any = checkpointer._saves._background
+                background._held[-1].handle.wait_staged(WAIT_S)
                 self._die("copied", step)
             loss.backward()
             self.optimizer.step()

@@ -9,13 +9,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import ckptfmt
 from ckptfmt.commit.waiting import list_held
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import open_store
+from ckptfmt.write.staging import Staging
 from tests.loop.test_rewind import STEPS, Training, undisturbed
 from tests.store.helpers import ROOT
 
@@ -85,6 +88,31 @@ def test_snapshots_leave_nothing_in_the_run(tmp_path: Path, saver: str) -> None:
     assert ckptfmt.validate(tmp_path).violations == []
 
 
+def test_a_snapshot_goes_through_the_cache_to_home_and_mirror(tmp_path: Path) -> None:
+    training = Training()
+    moments = [4, 17]
+    with ckptfmt.Checkpointer(
+        tmp_path / "run",
+        training.state,
+        every=10,
+        saving=saving_of("process", every=3, delta="auto"),
+        copies=[ckptfmt.Cache(tmp_path / "cache"), ckptfmt.Mirror(tmp_path / "mirror")],
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if moments and step == moments[0]:
+                moments.pop(0)
+                report = checkpointer.rewind()
+                assert report.step == step // 3 * 3
+                assert report.reads.memory_nbytes == report.reads.needed_nbytes > 0
+                continue
+    assert training.bits() == undisturbed().bits()
+    for place in ("run", "mirror"):
+        assert sorted(steps_of(tmp_path / place)) == [3, 10, 15, 20, STEPS]
+        assert ckptfmt.validate(tmp_path / place).violations == []
+
+
 def test_to_an_older_save_drops_the_snapshot(tmp_path: Path) -> None:
     training = Training()
     with ckptfmt.Checkpointer(
@@ -113,7 +141,7 @@ with ckptfmt.Checkpointer(Path(sys.argv[1]), training.state, every=10, saving=sa
     for step in checkpointer.steps(24):
         training.train(step, next(batches))
         if step == 19 and sys.argv[2] == "kill":
-            checkpointer._saves._held.handle.wait_staged(60)
+            checkpointer._saves._background._held[-1].handle.wait_staged(60)
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 19 and sys.argv[2] == "raise":
             raise RuntimeError("a fault of the training")
@@ -159,7 +187,7 @@ def test_a_saver_that_dies_with_a_snapshot_ends_no_training(tmp_path: Path) -> N
             if step == 11 and not checkpointer.rewinds:
                 checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
             if step == 14:
-                held: Any = checkpointer._saves._held
+                held: Any = checkpointer._saves._background._held[-1]  # type: ignore[union-attr]
                 os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
                 with pytest.raises(CkptError, match=str(Code.SAVER_LOST)):
                     held.handle.wait("WRITTEN", 60)
@@ -181,7 +209,7 @@ def test_a_rewind_without_a_usable_snapshot_goes_back_to_the_save(tmp_path: Path
             if step == 11 and not checkpointer.rewinds:
                 checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
             if step == 15 and not checkpointer.rewinds:
-                held: Any = checkpointer._saves._held
+                held: Any = checkpointer._saves._background._held[-1]  # type: ignore[union-attr]
                 os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
                 with pytest.raises(CkptError, match=str(Code.SAVER_LOST)):
                     held.handle.wait("WRITTEN", 60)
@@ -228,9 +256,42 @@ def test_a_snapshot_without_a_free_slot_is_skipped(tmp_path: Path) -> None:
                 pid = checkpointer._saves._background._link.pid  # type: ignore[union-attr]
                 os.kill(pid, signal.SIGSTOP)
             if step == 13:
-                assert checkpointer._saves._held is None
+                assert checkpointer._saves._background.held_step() is None  # type: ignore[union-attr]
                 os.kill(pid, signal.SIGCONT)
     assert sorted(steps_of(tmp_path)) == [10, 19]
+
+
+def test_a_snapshot_stays_until_the_next_one_is_complete(tmp_path: Path) -> None:
+    """A copy that fails, or a kill in the middle of a copy, loses the new snapshot and not the old."""
+    training = Training()
+    saving = saving_of("process", every=5, overlap=False)
+
+    def train() -> None:
+        with ckptfmt.Checkpointer(tmp_path, training.state, saving=saving) as checkpointer:
+            batches = training.batches()
+            for step in checkpointer.steps(STEPS):
+                training.train(step, next(batches))
+                if step == 9:
+                    mock.patch.object(Staging, "run", side_effect=RuntimeError("no copy")).start()
+
+    with pytest.raises(RuntimeError, match="no copy"):
+        train()
+    mock.patch.stopall()
+    assert steps_of(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_a_state_that_grows_gets_new_slots(tmp_path: Path, saver: Any) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(
+        tmp_path, training.state, every=10, saving=saving_of(saver)
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 14:
+                training.model.register_buffer("more", torch.ones(1000))
+    assert sorted(steps_of(tmp_path)) == [10, 20, STEPS]
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "10"])

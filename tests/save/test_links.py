@@ -77,7 +77,9 @@ def send_save(link: Any, told: Told, store: Any) -> None:
     slot = hand_over(link, told, 0, image.nbytes)
     slot.view[: image.nbytes] = fill(image, made)[: image.nbytes]
     link.send({"type": "image", "image": image.as_dict()})
-    link.send({"type": "save", "number": 1, "slot": 0, "request": request_of(store, made)})
+    link.send(
+        {"type": "save", "number": 1, "slot": 0, "held": False, "request": request_of(store, made)}
+    )
     link.send({"type": "complete", "number": 1})
 
 
