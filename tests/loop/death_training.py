@@ -148,6 +148,8 @@ class _Training:
         for step in checkpointer.steps(STEPS):
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
+            if self.told.snapshots and checkpointer._handle is not None:
+                checkpointer._handle.wait_over(WAIT_S)  # a snapshot needs a free slot
             loss = model(self.inputs[next(batches)]).square().mean()
             self._die("step", step)
             if ("copied", step) in self.told.deaths:

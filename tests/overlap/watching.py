@@ -85,7 +85,12 @@ class Late:
         wait_copied, wait_free = SaveHandle.wait_copied, Background.wait_free
 
         def save_late(
-            background: Background, state: Any, request: Any, handle: SaveHandle, plan: Any
+            background: Background,
+            state: Any,
+            request: Any,
+            handle: SaveHandle,
+            plan: Any,
+            **options: Any,
         ) -> None:
             def plan_late(*lent: Any) -> Any:
                 now, later = plan(*lent)
@@ -95,7 +100,7 @@ class Late:
                     gate.set()
                 return now, later
 
-            save(background, state, request, handle, plan_late)
+            save(background, state, request, handle, plan_late, **options)
 
         def finish_late(copy: HostCopy) -> None:
             gate = self._gate_of.get(id(copy))
