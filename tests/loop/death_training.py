@@ -112,7 +112,9 @@ class _Training:
             stack.enter_context(self._dying())
             checkpointer = ckptfmt.Checkpointer(
                 place / "run", state, every=EVERY, copies=copies,
-                job=ckptfmt.Job(deadline_s=WAIT_S), on_save=self._hear,
+                # A quarter of the deadline is for the savers, that of the lost process too.
+                job=ckptfmt.Job(deadline_s=WAIT_S * (4 if told.snapshots else 1)),
+                on_save=self._hear,
                 saving=ckptfmt.Saving(snapshot_every=1 if told.snapshots else None),
             )  # fmt: skip
             is_first = True
