@@ -984,6 +984,7 @@ class Checkpointer:
             if handle.state != "SKIPPED":
                 self._snapshot_step = now
                 self._witness.note_saved(now, self._count.state)
+                pace.meters.note_snapshot(handle)
             return handle
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
@@ -1209,9 +1210,7 @@ class Checkpointer:
         is_wanted = step is not None and (
             to is None or (hasattr(to, "__index__") and operator.index(to) >= step)
         )
-        handle = self._saves.settle_held(self._pace.rest_s(self._deadline_s), write=is_wanted)
-        if handle is not None:
-            self._pace.meters.note_save(handle)
+        self._saves.settle_held(self._pace.rest_s(self._deadline_s), write=is_wanted)
 
     def _load_taken(
         self,

@@ -448,6 +448,11 @@ class Meters:
         if self.keeper is not None:
             self.keeper.note_save(handle)
 
+    def note_snapshot(self, handle: SaveHandle) -> None:
+        """Record the start of a snapshot, which stays in memory."""
+        if self.keeper is not None:
+            self.keeper.note_snapshot(handle)
+
     def cadence(self, cadence: int | float | None) -> int | float | None:  # noqa: PYI041
         """Return the measured interval of saves, or the given interval without a measurement.
 

@@ -45,6 +45,8 @@ class TimeKeeper:
         self._first_step = 0
         self._steps = StepMeter()
         self._handles: list[SaveHandle] = []
+        #: Those of the handles that are snapshots in memory, and count as saves once written.
+        self._snapshots: set[SaveHandle] = set()
         # The measured save and later saves: all of these block the measured steps.
         self._beside: list[SaveHandle] = []
         self._save_count = self._commit_count = 0
@@ -87,6 +89,11 @@ class TimeKeeper:
         self._steps.note_save(handle)
         self._handles.append(handle)
         self._beside.append(handle)
+
+    def note_snapshot(self, handle: SaveHandle) -> None:
+        """Record the start of a snapshot, which stays in memory."""
+        self._handles.append(handle)
+        self._snapshots.add(handle)
 
     def note_closing(self) -> None:
         """Record the end of the steps: from now on the run only waits for saves."""
@@ -150,7 +157,11 @@ class TimeKeeper:
                 open_handles.append(handle)
                 continue
             self._blocked_s += handle.blocked_s
-            if "COMMITTED" in handle.times:
+            is_committed = "COMMITTED" in handle.times
+            if handle in self._snapshots:
+                self._snapshots.discard(handle)
+                self._save_count += is_committed
+            if is_committed:
                 self._commit_count += 1
                 self._committing_s += handle.times["COMMITTED"]
         self._handles = open_handles

@@ -652,6 +652,7 @@ class Background:
             self._held.remove(newest)
             self.drop_held()
             self._told.discard(newest.state.origin.attempt)
+            newest.handle.tell_released()
             newest.link.send({"type": "release", "number": newest.number})
             return newest.handle, newest.state.origin
 

@@ -229,7 +229,8 @@ class SaveHandle:
         is_failure_taken: whether `on_failed` was called, so that no later call raises the failure.
         blocked_s: time for which the save blocked the training, in seconds: in `Checkpointer.save`
             and at the guard.
-        times: seconds from the call of `save` to each reached state.
+        times: seconds from the call of `save` to each reached state; for a snapshot that is
+            written, seconds from the begin of the write to ``WRITTEN`` and ``COMMITTED``.
         error: error of a failed save; else None.
         report: `SaveReport` of a committed save; else None.
     """
@@ -450,6 +451,11 @@ class SaveHandle:
             self._note_end()
             self._changed.notify_all()
             return changes
+
+    def tell_released(self) -> None:
+        """Count the seconds to the later states from now: a snapshot in memory becomes a save."""
+        with self._lock:
+            self._begin_s = time.monotonic()
 
     def tell_skipped(self) -> None:
         """Record that the save isn't written, unless it has ended otherwise."""

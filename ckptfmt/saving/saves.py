@@ -589,7 +589,7 @@ class Saves:
         if self._mirrors is not None:
             self._mirrors.follow(handle)
 
-    def settle_held(self, timeout_s: float, *, write: bool) -> SaveHandle | None:
+    def settle_held(self, timeout_s: float, *, write: bool) -> None:
         """Write the snapshot in memory if all processes have it and want so, else drop it.
 
         Every process calls this.
@@ -597,28 +597,23 @@ class Saves:
         Args:
             timeout_s: longest wait for copies in progress, in seconds.
             write: whether this process wants the snapshot to be written.
-
-        Returns: the handle of the save that is written now; None without one.
         """
         background = self._background
         step = background.held_step() if write and background is not None else None
-        if set(self._group.all_gather(step)) != {step}:
-            step = None
-        if step is None:
+        told = self._group.all_gather(step)
+        if None in told or len(set(told)) > 1:
             self._drop_held()
-            return None
-        return self._release_held(timeout_s)
+        else:
+            self._release_held(timeout_s)
 
-    def _release_held(self, timeout_s: float) -> SaveHandle | None:
+    def _release_held(self, timeout_s: float) -> None:
         """Let the saver write the snapshot in memory, without asking the other processes."""
         released = None if self._background is None else self._background.release_held(timeout_s)
-        if released is None:
-            return None
-        handle, origin = released
-        if self._on_held is not None:
-            handle.on_event(self._on_held)
-        self._note_begun(handle, origin)
-        return handle
+        if released is not None:
+            handle, origin = released
+            if self._on_held is not None:
+                handle.on_event(self._on_held)
+            self._note_begun(handle, origin)
 
     def _drop_held(self) -> None:
         if self._background is not None:

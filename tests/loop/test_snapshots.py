@@ -17,6 +17,8 @@ import torch
 import ckptfmt
 from ckptfmt.commit.waiting import list_held
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.run.lineage import read_known_run
+from ckptfmt.run.spent_time import read_entries
 from ckptfmt.store import open_store
 from ckptfmt.write.staging import Staging
 from tests.loop.test_rewind import STEPS, Training, undisturbed
@@ -292,6 +294,39 @@ def test_a_state_that_grows_gets_new_slots(tmp_path: Path, saver: Any) -> None:
             if step == 14:
                 training.model.register_buffer("more", torch.ones(1000))
     assert sorted(steps_of(tmp_path)) == [10, 20, STEPS]
+
+
+def test_the_ledger_counts_the_snapshots_that_were_written_and_the_time_of_all(
+    tmp_path: Path,
+) -> None:
+    """The time in memory isn't a part of the time to the commit."""
+    training = Training()
+    events: list[Any] = []
+    rewind_s = 0.0
+    with ckptfmt.Checkpointer(
+        tmp_path,
+        training.state,
+        every=10,
+        ledger=True,
+        saving=saving_of("process", overlap=False),
+        on_save=events.append,
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 17 and not checkpointer.rewinds:
+                time.sleep(0.5)
+                begin_s = time.monotonic()
+                checkpointer.rewind()
+                rewind_s = time.monotonic() - begin_s
+                continue
+    (written,) = [one for one in events if (one.step, one.kind) == (17, "committed")]
+    assert written.seconds["COMMITTED"] <= rewind_s
+    store = open_store(tmp_path, writable=False)
+    first, second = read_entries(store, read_known_run(store))[0].values()
+    assert (first.save_count, first.commit_count) == (2, 2)  # steps 10 and 17
+    assert (second.save_count, second.commit_count) == (2, 2)
+    assert first.times.blocked > 0
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "10"])
