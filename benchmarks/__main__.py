@@ -126,6 +126,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)"
     )
     parser.add_argument(
+        "--snapshot-every", type=_count, help="goodput: steps between snapshots in memory (none)"
+    )
+    parser.add_argument(
         "--rows", type=_count, default=ROWS, help="rollouts: how many (%(default)s)"
     )
     parser.add_argument(
@@ -204,7 +207,10 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
     if options.command == HEALER:
         return measure_healer(options.cases, seed=options.seed, place=place, progress=progress)
     sized: dict[str, tuple[Callable[..., Outcome], int]] = {
-        LIVE: (measure_goodput, options.minutes),
+        LIVE: (
+            functools.partial(measure_goodput, snapshot_every=options.snapshot_every),
+            options.minutes,
+        ),
         MANY: (measure_tensors, options.most),
         WITNESS: (measure_witness, options.parameters),
         ROLLOUTS: (measure_rollouts, options.rows),
@@ -228,10 +234,11 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
 def _repeat(options: argparse.Namespace) -> str:
     """Return the command for a rerun, without paths of this machine."""
     rounds = f" --rounds {options.rounds}" if options.rounds else ""
+    snapshots = f" --snapshot-every {options.snapshot_every}" if options.snapshot_every else ""
     sizes = {
         PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
         MANY: f"--most {options.most}",
-        LIVE: f"--minutes {options.minutes}",
+        LIVE: f"--minutes {options.minutes}{snapshots}",
         WITNESS: f"--parameters {options.parameters}",
         ROLLOUTS: f"--rows {options.rows}",
         SCALE: f"--writers {options.writers} --states {' '.join(options.states)}",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,18 +38,30 @@ _END_S: Final = 120.0
 
 
 def measure_goodput(
-    minutes: float, *, rounds: int | None, place: Workplace, progress: Progress
+    minutes: float,
+    *,
+    rounds: int | None,
+    place: Workplace,
+    progress: Progress,
+    snapshot_every: int | None = None,
 ) -> Outcome:
     """Run a training under a supervisor with random kills, and compare with the simulator.
 
     Args:
         minutes: the duration of a run.
         rounds: the number of runs, each with different times; None for a single run.
+        snapshot_every: steps between snapshots in memory; None for no snapshots.
 
     Raises: RuntimeError if the training ends by itself.
     """
     rows = [
-        _measure_once(place.fresh("run"), minutes * 60, seed=_SEED + number, progress=progress)
+        _measure_once(
+            place.fresh("run"),
+            minutes * 60,
+            seed=_SEED + number,
+            progress=progress,
+            snapshot_every=snapshot_every,
+        )
         for number in range(rounds or 1)
     ]
     ratios = {
@@ -69,7 +82,13 @@ def measure_goodput(
             "state": "two linear layers, 512 wide, under AdamW",
         },
         settings={
-            "ckptfmt": {"every": f"{_EVERY_S:g}s", "keep": 2, "ledger": True, "saver": "process"}
+            "ckptfmt": {
+                "every": f"{_EVERY_S:g}s",
+                "keep": 2,
+                "ledger": True,
+                "saver": "process",
+                "snapshot_every": snapshot_every,
+            }
         },
         repeats={"runs": len(rows)},
         rounds={"runs": rows},
@@ -86,7 +105,7 @@ def measure_goodput(
             ),
             "by_rates": (
                 f"the simulator's mean of {_RUNS} runs, with the costs of the ledger and"
-                " the rate of kills"
+                " the rate of kills; with snapshots, these are the simulator's saves"
             ),
             "by_kills": (
                 "the simulator's, with the same costs, and a failure at each moment of a kill"
@@ -100,8 +119,11 @@ def measure_goodput(
     )
 
 
-def _measure_once(run: Path, duration_s: float, *, seed: int, progress: Progress) -> dict[str, Any]:
-    kills_s, step, elapsed_s = _supervise(run, duration_s, random.Random(seed), progress)
+def _measure_once(
+    run: Path, duration_s: float, *, seed: int, progress: Progress, snapshot_every: int | None
+) -> dict[str, Any]:
+    options = [] if snapshot_every is None else ["--snapshot-every", str(snapshot_every)]
+    kills_s, step, elapsed_s = _supervise(run, duration_s, random.Random(seed), progress, options)
     found = read_goodput(open_store(run, writable=False))
     first_s = _first_step_after_s(run)
     in_run_s = found.elapsed_s - first_s
@@ -113,9 +135,10 @@ def _measure_once(run: Path, duration_s: float, *, seed: int, progress: Progress
         mtbf_s=_MTBF_S,
     )
     scenario = Scenario(levels=(level,), duration_s=in_run_s)
-    by_rates = simulate(scenario, costs["interval_s"], runs=_RUNS, seed=seed)
+    interval_s = costs["interval_s"] if snapshot_every is None else snapshot_every * _STEP_S
+    by_rates = simulate(scenario, interval_s, runs=_RUNS, seed=seed)
     trace = [Failure(at_s=at_s - first_s, level=0) for at_s in kills_s if at_s > first_s]
-    by_kills = simulate(scenario, costs["interval_s"], runs=1, trace=trace)
+    by_kills = simulate(scenario, interval_s, runs=1, trace=trace)
     return {
         "measured_vs_rates": measured / by_rates.goodput,
         "measured_vs_kills": measured / by_kills.goodput,
@@ -139,7 +162,11 @@ def _measure_once(run: Path, duration_s: float, *, seed: int, progress: Progress
 
 
 def _supervise(
-    run: Path, duration_s: float, chance: random.Random, progress: Progress
+    run: Path,
+    duration_s: float,
+    chance: random.Random,
+    progress: Progress,
+    options: Sequence[str],
 ) -> tuple[list[float], int, float]:
     """Start the training, kill the process repeatedly, and end the run properly.
 
@@ -152,7 +179,7 @@ def _supervise(
     due_s = sorted(
         chance.uniform(0, duration_s) for _ in range(max(1, round(duration_s / _MTBF_S)))
     )
-    process = _start(run)
+    process = _start(run, options)
     try:
         while (now_s := time.monotonic() - begin_s) < duration_s:
             progress.say(f"{now_s / 60:.0f} of {duration_s / 60:g} minutes, {len(kills_s)} kills")
@@ -168,7 +195,7 @@ def _supervise(
             time.sleep(_NOTICE_S)
             # A failure while no process runs has no effect; the rate is per wall clock.
             due_s = [at_s for at_s in due_s if at_s > now_s + _NOTICE_S]
-            process = _start(run)
+            process = _start(run, options)
         process.send_signal(signal.SIGTERM)
         process.wait(_END_S)
     finally:
@@ -177,8 +204,8 @@ def _supervise(
     return kills_s, ckptfmt.Run(run).newest().step, time.monotonic() - begin_s
 
 
-def _start(run: Path) -> subprocess.Popen[bytes]:
-    options = ("--step-s", str(_STEP_S), "--every", f"{_EVERY_S:g}s")
+def _start(run: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    options = ["--step-s", str(_STEP_S), "--every", f"{_EVERY_S:g}s", *options]
     command = (sys.executable, "-m", "benchmarks.live_training", str(run), *options)
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--every", required=True)
+    parser.add_argument("--snapshot-every", type=int)
     parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         every=options.every,
         keep=2,
         ledger=True,
+        saving=ckptfmt.Saving(snapshot_every=options.snapshot_every),
         stop=ckptfmt.Stop(signals=[signal.SIGTERM]),
     )
     with checkpointer:
