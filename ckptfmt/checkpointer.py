@@ -960,6 +960,8 @@ class Checkpointer:
         if pace.gives_up() or not is_new:
             return None
         now = self._count.step
+        if pace.is_suspect:  # the snapshot is from before the alarm, and a good save
+            self._settle_snapshot(None)
         label = pace.doubt(label)
         place = (self._store, self._run, self.launch)
         ledger = pace.meters.ledger(now)
@@ -985,6 +987,8 @@ class Checkpointer:
                 self._snapshot_step = now
                 self._witness.note_saved(now, self._count.state)
                 pace.meters.note_snapshot(handle)
+                if self._group.writer_count == 1:  # written at the end
+                    self._unsaved.note_saved()
             return handle
         self._unsaved.note_saved()
         if handle.state != "SKIPPED":
@@ -1207,9 +1211,9 @@ class Checkpointer:
         """Write the snapshot in memory before a rewind; drop it if `to` is another save."""
         step = self._snapshot_step
         self._snapshot_step = None
-        is_wanted = step is not None and (
-            to is None or (hasattr(to, "__index__") and operator.index(to) >= step)
-        )
+        is_wanted = step is not None and to is None
+        with contextlib.suppress(TypeError):  # a name, or what `choose_save` refuses
+            is_wanted |= step is not None and operator.index(to) >= step  # type: ignore[arg-type]
         self._saves.settle_held(self._pace.rest_s(self._deadline_s), write=is_wanted)
 
     def _load_taken(

@@ -95,6 +95,7 @@ class _Save:
         thread: id of the thread that called `save`.
         later: copies in the stager's thread, once they were handed over.
         is_complete: whether all is copied, so that the saver may finish the save.
+        is_held: whether the saver holds the save, whose failure ends no training.
     """
 
     number: int
@@ -104,6 +105,7 @@ class _Save:
     thread: int
     later: concurrent.futures.Future[None] | None = None
     is_complete: bool = False
+    is_held: bool = False
 
     def answer(self, problem: str) -> None:
         """Send the saver the result of the replication: an empty string, or the problem."""
@@ -543,8 +545,6 @@ class Background:
             error the caller calls `abandon`.
         """
         self._check_process()
-        if hold:
-            self.note_told(state.origin.attempt)
         save, place = self._begin(state, request, handle, self._ready_link(), hold=hold)
         if place.release is None:
             place.release = self._pin(place.slot)
@@ -599,6 +599,7 @@ class Background:
                 handle=handle,
                 link=link,
                 thread=threading.get_ident(),
+                is_held=hold,
             )
             self._saves[save.number] = save
             self._held += [save] if hold else []
@@ -620,23 +621,13 @@ class Background:
         )
         return save, place
 
-    def held_step(self) -> int | None:
-        """Return the step of the newest held save that hasn't failed; None without one."""
-        with self._lock:
-            steps = [save.handle.step for save in self._held if save.handle.state in STATES]
-        return steps[-1] if steps else None
-
-    def release_held(self, timeout_s: float) -> tuple[SaveHandle, Origin] | None:
-        """Let the saver write the newest held save that hasn't failed, and drop the others.
+    def held_step(self, timeout_s: float) -> int | None:
+        """Return the step of the newest held save, after the end of all copies; None without one.
 
         Args:
             timeout_s: longest wait for copies in progress, in seconds. A later save whose copies
                 succeed takes the place of the held save.
-
-        Returns: handle and origin of the save; None without one.
         """
-        if os.getpid() != self._pid:
-            return None  # a fork of the trainer has no saver
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()] if self._held else []
@@ -644,30 +635,60 @@ class Background:
             with contextlib.suppress(CkptError):
                 handle.wait_copied(max(0.0, end_s - time.monotonic()))
         with self._lock:
-            live = [save for save in self._held if save.handle.state in STATES]
-            if not live:
-                self.drop_held()
-                return None
-            newest = live[-1]
-            self._held.remove(newest)
-            self.drop_held()
-            self._told.discard(newest.state.origin.attempt)
-            newest.handle.tell_released()
-            newest.link.send({"type": "release", "number": newest.number})
-            return newest.handle, newest.state.origin
+            steps = [save.handle.step for save in self._held if self._is_whole(save)]
+        return steps[-1] if steps else None
 
-    def drop_held(self, *, before: float = math.inf) -> None:
-        """Drop the held saves of smaller numbers: they become SKIPPED, and their slots free."""
+    def release_held(self, step: int) -> tuple[SaveHandle, Origin] | None:
+        """Let the saver write the held save of a step, and drop the others.
+
+        Returns: handle and origin of the save; None without such a save.
+        """
+        with self._lock:
+            save = next((one for one in self._held if one.handle.step == step), None)
+            if save is None or os.getpid() != self._pid:  # a fork of the trainer has no saver
+                return None
+            self._held.remove(save)
+            self.drop_held()
+            save.is_held = False
+            save.handle.tell_released()
+            save.link.send({"type": "release", "number": save.number})
+            return save.handle, save.state.origin
+
+    def end_held(self, timeout_s: float) -> tuple[SaveHandle, Origin] | None:
+        """Release the newest held save if this is the only writer, and drop the others.
+
+        Several writers may hold different saves, and only they can agree.
+
+        Args:
+            timeout_s: as for `held_step`.
+
+        Returns: as `release_held`.
+        """
+        with self._lock:
+            is_alone = all(save.state.origin.writer_count == 1 for save in self._held)
+        step = self.held_step(timeout_s) if is_alone else None
+        released = None if step is None else self.release_held(step)
+        self.drop_held()
+        return released
+
+    def drop_held(self, *, before: float = math.inf) -> bool:
+        """Ask the saver to drop the held saves of smaller numbers; return whether there are any.
+
+        A slot is free once the saver has answered: until then the saver may write the save, since
+        this process may end.
+        """
         with self._lock:
             if os.getpid() != self._pid:
-                return
+                return False
             going = [save for save in self._held if save.number < before]
             self._held = self._held[len(going) :]
             for save in going:
                 save.link.send({"type": "drop", "number": save.number})
-                save.handle.tell_skipped()
-            if going:
-                self._free_slots()
+            return bool(going)
+
+    @staticmethod
+    def _is_whole(save: _Save) -> bool:
+        return save.is_complete and save.handle.state in STATES
 
     def snapshots(self) -> dict[str, tuple[Memory, bool]]:
         """Return the snapshots in slots that no save uses any more, by the name of the attempt.
@@ -773,7 +794,8 @@ class Background:
         if problem is None:
             save.is_complete = True
             save.link.send({"type": "complete", "number": save.number})
-            self.drop_held(before=save.number)
+            if save.handle.state in STATES:
+                self.drop_held(before=save.number)
         else:
             self._fail(save, _copy_error(problem))
             save.link.send(
@@ -816,7 +838,9 @@ class Background:
         if state == "FAILED":
             self._fail(save, error_from_json(message))
             return
-        if state == "DONE":
+        if state == "DROPPED":
+            handle.tell_skipped()
+        elif state == "DONE":
             if message["problem"]:
                 _LOG.warning("%s", message["problem"])
             handle.tell_over(tuple(message["removed"]))
@@ -898,7 +922,7 @@ class Background:
             if save.handle.tell_failed(error):
                 _LOG.error("step %d FAILED: %s", save.handle.step, error)
                 attempt = save.state.origin.attempt
-                if attempt not in self._told:
+                if not save.is_held and attempt not in self._told:
                     self._failures.append((attempt, save.handle))
             self._free_slots()
 
@@ -959,7 +983,6 @@ class Background:
         if os.getpid() != self._pid:
             return []  # a fork of the trainer owns no saver and no slots
         end_s = time.monotonic() + timeout_s
-        self.release_held(timeout_s)
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         rest = [
@@ -989,7 +1012,7 @@ class Background:
         if os.getpid() != self._pid:
             return  # a fork of the trainer owns no saver and no slots
         end_s = time.monotonic() + timeout_s
-        self.release_held(timeout_s)
+        self.end_held(timeout_s)
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         for handle in handles:

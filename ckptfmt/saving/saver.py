@@ -88,7 +88,7 @@ class Saver:
         self._pending: dict[int, FillProgress] = {}
         #: The trainer's answers about the replicas of saves: a problem, or an empty string.
         self._answers: dict[int, queue.SimpleQueue[str]] = {}
-        #: Whether held saves are written, once that is decided.
+        #: Whether held saves are written, once that is decided: the first order counts.
         self._orders: dict[int, queue.SimpleQueue[bool]] = {}
         self._coders = Coders()
         self._known = Known()
@@ -97,6 +97,7 @@ class Saver:
         self._held = contextlib.ExitStack()
         self._is_held = False
         self._deadline_s = 0.0
+        self._is_alone = False
         #: Number of the launch with a ledger, and the trainer's end in Unix milliseconds.
         self._launch: int | None = None
         self._ended_unix_ms: int | None = None
@@ -118,8 +119,10 @@ class Saver:
     def handle(self, message: dict[str, Any]) -> None:
         """Execute a message: image, save, staged, complete, replicated, abandon, release or drop.
 
-        A save may be held: it is written after ``release`` or the trainer's end, and never after
-        ``drop``.
+        A save may be held: it is written after ``release``, and never after ``drop``, which is
+        answered with the state DROPPED: from then on the slot isn't read. At the trainer's end a
+        held save is written if the trainer is the only writer. Several trainers may hold different
+        steps, and only they can agree.
         """
         kind = message["type"]
         number = message.get("number", 0)
@@ -144,6 +147,8 @@ class Saver:
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
             elif kind in ("release", "drop") and (orders := self._orders.get(number)) is not None:
                 orders.put(kind == "release")
+                if kind == "drop":
+                    self._report(number, "DROPPED", {})
 
     def lose_trainer(self) -> None:
         """Give up all saves with an incomplete snapshot, since the trainer has ended.
@@ -163,7 +168,7 @@ class Saver:
             progress.abandon(error)
 
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Finish the accepted saves, held ones included, then end the thread.
+        """Finish the accepted saves, and held ones of a single writer, then end the thread.
 
         Args:
             timeout_s: longest wait in seconds; None for no limit.
@@ -173,7 +178,7 @@ class Saver:
         if self._uploads is not None:
             self._uploads.limit(self._deadline_s)
         for orders in list(self._orders.values()):
-            orders.put(True)  # noqa: FBT003 - a queue
+            orders.put(self._is_alone)
         self._tasks.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -205,10 +210,9 @@ class Saver:
         orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         if is_held:
             self._orders[number] = orders
-        else:
-            orders.put(True)  # noqa: FBT003 - a queue
+            self._is_alone = save.origin.writer_count == 1
         try:
-            self._hold(number, job, progress)
+            self._hold(number, job, progress, is_late=is_held)
         except Exception as error:  # noqa: BLE001
             self._release(number, job)
             self._fail(number, job, error)
@@ -217,7 +221,7 @@ class Saver:
         def task() -> None:
             is_on_its_way = False
             try:
-                if not orders.get():
+                if is_held and not self._await_order(number, job, orders):
                     return
                 is_on_its_way = self._uploads is not None and self._save_by_cache(
                     number, job, snapped, delta, self._uploads
@@ -238,6 +242,20 @@ class Saver:
         if save.ledger:
             self._launch = save.origin.launch
         self._tasks.put(task)
+
+    def _await_order(self, number: int, job: SaveJob, orders: queue.SimpleQueue[bool]) -> bool:
+        """Wait until a held save is released or dropped, and return whether to write the save."""
+        is_wanted = orders.get()
+        with self._lock:
+            self._orders.pop(number, None)
+        if not is_wanted:
+            return False
+        try:
+            self._hold_at_home(job)
+        except Exception as error:  # noqa: BLE001
+            self._fail(number, job, error)
+            return False
+        return True
 
     def _save(
         self, number: int, job: SaveJob, snapped: Snapped, delta: DeltaOptions
@@ -460,11 +478,19 @@ class Saver:
 
     # --- holds ------------------------------------------------------------------------------------
 
-    def _hold(self, number: int, job: SaveJob, progress: FillProgress) -> None:
-        """Hold the file that shows that saves are in progress."""
+    def _hold(self, number: int, job: SaveJob, progress: FillProgress, *, is_late: bool) -> None:
+        """Hold the file that shows that saves are in progress.
+
+        Args:
+            is_late: whether `_hold_at_home` is called later: the save may never be written.
+        """
         with self._lock:
             self._answers[number] = queue.SimpleQueue()
             self._pending[number] = progress  # first: keeps an existing hold
+        if not is_late:
+            self._hold_at_home(job)
+
+    def _hold_at_home(self, job: SaveJob) -> None:
         try:
             job.hold() if job.save.run is None else self._hold_run(job.save)
         except StoreError:
@@ -492,7 +518,7 @@ class Saver:
             del self._pending[number], self._answers[number]
             self._orders.pop(number, None)
             with job.held:
-                if not self._pending:
+                if self._pending.keys() <= self._orders.keys():  # held saves need no file
                     self._is_held = False
                     self._held.close()
 

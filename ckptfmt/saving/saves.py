@@ -85,6 +85,8 @@ _SAVE_FAILED: Final = "SAVE_FAILED: "
 _EXIT_S: Final = 60.0
 #: Shortest time for callbacks at the end of the saves, in seconds.
 _CALLBACKS_S: Final = 1.0
+#: Longest wait for the saver to drop a snapshot, in seconds.
+_DROP_S: Final = 1.0
 #: Longest wait for partners' replicas at the end of the saves, in seconds.
 _PARTNERS_S: Final = 5.0
 
@@ -126,9 +128,10 @@ class Saving:
         snapshot_every: number of steps between snapshots that stay in memory, without a write; by
             default None, for no such snapshots. A snapshot takes a slot, needs a saver in a process
             or a thread, and is skipped while no slot is free. The next snapshot or save replaces
-            the snapshot, once all is copied. `Checkpointer.rewind` and the end of the training
-            write the snapshot, and so does the saver's process after the death of the training's
-            process.
+            the snapshot, once all is copied, or before if no other slot is free.
+            `Checkpointer.rewind` writes the snapshot. In a training of one process the end of the
+            training writes the snapshot, too, and so does the saver's process after the death of
+            the training's process.
 
     Raises: StateError(ARGUMENT) for an unknown word, a number outside of its range, and deltas with
         ``saver="inline"``.
@@ -252,7 +255,7 @@ class Saves:
         self._has_device_tensors = False
         self._fillings = Fillings()
         self.unheld = Unheld()
-        self._has_looked = False
+        self._has_looked = self._has_looked_at_save = False
         self.unsaved: list[str] = []
         self._trainers_here = 1
         #: Number of started saves. With a cache, the files of every `upload_every`-th save are
@@ -347,10 +350,11 @@ class Saves:
 
         Returns: the texts for the checkpoint, so that later loads can report the missing parts.
         """
-        # The search of the process runs at the first check, and again at the first save: a program
-        # may make its schedulers as late as that.
-        looks_around = not (self._begun_count if saves else self._has_looked)
+        # The search of the process runs at the first check, and again at the first save or
+        # snapshot: a program may make its schedulers as late as that.
+        looks_around = not (self._has_looked_at_save if saves else self._has_looked)
         self._has_looked = True
+        self._has_looked_at_save |= saves
         found = self.unheld.find(state, live, looks_around=looks_around, saves=saves)
         texts = []
         for unsaved in found:
@@ -529,7 +533,8 @@ class Saves:
                 state,
                 dataclasses.replace(save, deadline_s=self._deadline_s),
                 ownership=self._ownership,
-                checks=background is None or save.run is None,  # else the saver checks
+                # Else the saver checks.
+                checks=save.run is None or (background is None and not hold),
                 label=self._tag(label),
                 unsaved=functools.partial(self._find_unsaved, state),
                 say={
@@ -599,25 +604,21 @@ class Saves:
             write: whether this process wants the snapshot to be written.
         """
         background = self._background
-        step = background.held_step() if write and background is not None else None
+        step = background.held_step(timeout_s) if write and background is not None else None
         told = self._group.all_gather(step)
-        if None in told or len(set(told)) > 1:
-            self._drop_held()
-        else:
-            self._release_held(timeout_s)
+        if background is None:
+            return
+        if step is not None and set(told) == {step}:
+            self._note_released(background.release_held(step))
+        background.drop_held()
 
-    def _release_held(self, timeout_s: float) -> None:
-        """Let the saver write the snapshot in memory, without asking the other processes."""
-        released = None if self._background is None else self._background.release_held(timeout_s)
+    def _note_released(self, released: tuple[SaveHandle, Origin] | None) -> None:
+        """Treat a snapshot that is written as a save."""
         if released is not None:
             handle, origin = released
             if self._on_held is not None:
                 handle.on_event(self._on_held)
             self._note_begun(handle, origin)
-
-    def _drop_held(self) -> None:
-        if self._background is not None:
-            self._background.drop_held()
 
     def _wait_free(
         self, background: Background | None, timeout_s: float | None
@@ -632,8 +633,7 @@ class Saves:
         """
         if background is None or not background.is_busy():
             return None
-        self._drop_held()
-        if not background.is_busy():
+        if background.drop_held() and background.wait_free(_DROP_S) is None:
             return None
         background.begin_adding_slot(self._report)
         return background.busy_error(0.0) if timeout_s is None else background.wait_free(timeout_s)
@@ -656,11 +656,20 @@ class Saves:
         Raises: any other failure, and each failure if `failed_saves` is 0.
         """
         try:
-            if background is None or not self._save_beside(
+            is_begun = background is not None and self._save_beside(
                 background, save, snapshot, handle, state, hold=hold
-            ):
+            )
+            if hold and not is_begun:
+                handle.tell_skipped()
+                handle.tell_copied()
+            elif not is_begun:
                 self._save_inline(save, snapshot, handle)
         except CkptError as error:
+            if hold:  # a later snapshot or save may succeed, or tells of the error
+                handle.tell_failed(error)
+                handle.tell_copied()
+                _LOG.warning("no snapshot of step %d: %s", handle.step, error)
+                return
             if not (
                 self._saving.failed_saves
                 and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))
@@ -730,7 +739,8 @@ class Saves:
             # Interrupts included. The error is raised here; all writers can read of the failure in
             # the store.
             background.abandon(handle, save.origin.attempt, error)
-            SaveJob(save).fail(error)
+            if not hold:  # no writer waits for a snapshot
+                SaveJob(save).fail(error)
             raise
         return True
 
@@ -796,8 +806,7 @@ class Saves:
     def regroup(self, timeout_s: float) -> tuple[dict[str, tuple[Memory, bool]], list[str]]:
         """Let go of the saves in flight, since other processes take the places of lost processes.
 
-        The saves get some time to end by themselves: the saver of a lost process may live. A
-        snapshot in memory is one of these saves, since the saver of a lost process writes its own.
+        The saves get some time to end by themselves: the saver of a lost process may live.
 
         Args:
             timeout_s: longest wait in seconds.
@@ -806,7 +815,8 @@ class Saves:
             the memory of this process.
         Raises: CommitError(SAVE_PENDING) if a snapshot is still being copied.
         """
-        self._release_held(timeout_s)
+        if self._background is not None:
+            self._background.drop_held()  # the lost process's saver writes none, either
         self._failed_count = self._begun_count = 0
         self._undecided = []
         self._own_failures = []
@@ -927,7 +937,8 @@ class Saves:
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
         """Wait for the saves in flight and their callbacks, then close the saver and the slots.
 
-        A snapshot in memory is written. The files of the last save are brought home from the cache.
+        A single process writes its snapshot in memory. The files of the last save are brought home
+        from the cache.
 
         Args:
             deadline_s: longest wait in seconds.
@@ -939,10 +950,11 @@ class Saves:
         """
         end_s = time.monotonic() + deadline_s
         brought_home = None
-        self._release_held(deadline_s)
+        if self._background is not None:
+            self._note_released(self._background.end_held(deadline_s))
         self.unheld.close()
         try:
-            self._close_background(deadline_s, quietly=quietly)
+            self._close_background(max(0.0, end_s - time.monotonic()), quietly=quietly)
             if not quietly:
                 brought_home = self._bring_last_home(end_s)
         finally:

@@ -54,7 +54,6 @@ class Told(NamedTuple):
             stay in the caches.
         draws: whether survivors draw a random number too many, which the test must notice.
         damages: whether the memory of a survivor is damaged before the first regroup.
-        snapshots: whether each step has a snapshot in memory.
     """
 
     place: str
@@ -67,7 +66,6 @@ class Told(NamedTuple):
     peers: bool = False
     draws: bool = False
     damages: bool = False
-    snapshots: bool = False
 
 
 def train(variables: dict[str, str], told: Told) -> None:
@@ -112,10 +110,7 @@ class _Training:
             stack.enter_context(self._dying())
             checkpointer = ckptfmt.Checkpointer(
                 place / "run", state, every=EVERY, copies=copies,
-                # A quarter of the deadline is for the savers, that of the lost process too.
-                job=ckptfmt.Job(deadline_s=WAIT_S * (4 if told.snapshots else 1)),
-                on_save=self._hear,
-                saving=ckptfmt.Saving(snapshot_every=1 if told.snapshots else None),
+                job=ckptfmt.Job(deadline_s=WAIT_S), on_save=self._hear,
             )  # fmt: skip
             is_first = True
             while True:
@@ -150,14 +145,8 @@ class _Training:
         for step in checkpointer.steps(STEPS):
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
-            if self.told.snapshots and checkpointer._handle is not None:
-                checkpointer._handle.wait_over(WAIT_S)  # a snapshot needs a free slot
             loss = model(self.inputs[next(batches)]).square().mean()
             self._die("step", step)
-            if ("copied", step) in self.told.deaths:
-                background: Any = checkpointer._saves._background
-                background._held[-1].handle.wait_staged(WAIT_S)
-                self._die("copied", step)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -148,17 +148,6 @@ def test_tensors_come_from_memory(tmp_path: Path, right: dict[int, Path]) -> Non
         assert (load["received_nbytes"] > 0) is (rank == 1)
 
 
-def test_a_snapshot_of_the_lost_process_is_written_by_its_saver(
-    tmp_path: Path, right: dict[int, Path]
-) -> None:
-    """Step 6 was saved; the survivors write their snapshots of step 8, too."""
-    ours = play(tmp_path / "run", 3, [(1, (("copied", 8),))], snapshots=True)
-    assert differences(right[3], ours, 3) == []
-    loads = [[row for row in read(ours, rank) if row["kind"] == "load"][-1] for rank in range(3)]
-    assert [load["step"] for load in loads] == [8, 8, 8]
-    assert [load["home_nbytes"] for load in loads] == [0, 0, 0]
-
-
 def test_the_run_is_read_if_memory_is_damaged(tmp_path: Path, right: dict[int, Path]) -> None:
     """Each regroup failed with BLOCK_DIGEST. The slots serve again once a later save fills them."""
     deaths = [(1, (("step", 7),)), (1, (("step", 11),))]
