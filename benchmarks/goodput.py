@@ -129,13 +129,16 @@ def _measure_once(
     in_run_s = found.elapsed_s - first_s
     measured = found.training_s / in_run_s
     costs = _known_costs(found)
+    interval_s = costs["interval_s"] if snapshot_every is None else snapshot_every * _STEP_S
+    # The ledger's time for each save includes the snapshots since the save before.
+    lost_s = costs["lost_s"] * interval_s / costs["interval_s"]
     level = Level(
         name="home",
-        **{name: costs[name] for name in ("lost_s", "commit_s", "restore_s")},
+        lost_s=lost_s,
+        **{name: costs[name] for name in ("commit_s", "restore_s")},
         mtbf_s=_MTBF_S,
     )
     scenario = Scenario(levels=(level,), duration_s=in_run_s)
-    interval_s = costs["interval_s"] if snapshot_every is None else snapshot_every * _STEP_S
     by_rates = simulate(scenario, interval_s, runs=_RUNS, seed=seed)
     trace = [Failure(at_s=at_s - first_s, level=0) for at_s in kills_s if at_s > first_s]
     by_kills = simulate(scenario, interval_s, runs=1, trace=trace)
