@@ -628,6 +628,8 @@ class Background:
             timeout_s: longest wait for copies in progress, in seconds. A later save whose copies
                 succeed takes the place of the held save.
         """
+        if os.getpid() != self._pid:
+            return None  # a fork of the trainer has no saver
         end_s = time.monotonic() + timeout_s
         with self._lock:
             handles = [save.handle for save in self._saves.values()] if self._held else []
@@ -645,7 +647,7 @@ class Background:
         """
         with self._lock:
             save = next((one for one in self._held if one.handle.step == step), None)
-            if save is None or os.getpid() != self._pid:  # a fork of the trainer has no saver
+            if save is None:
                 return None
             self._held.remove(save)
             self.drop_held()
@@ -660,7 +662,7 @@ class Background:
         Several writers may hold different saves, and only they can agree.
 
         Args:
-            timeout_s: as for `held_step`.
+            timeout_s: longest wait for copies in progress, in seconds.
 
         Returns: as `release_held`.
         """

@@ -660,9 +660,8 @@ class Saves:
                 background, save, snapshot, handle, state, hold=hold
             )
             if hold and not is_begun:
-                handle.tell_skipped()
-                handle.tell_copied()
-            elif not is_begun:
+                raise err(Code.SLOT_MEMORY, "there is no slot for it", where=handle.path)
+            if not is_begun:
                 self._save_inline(save, snapshot, handle)
         except CkptError as error:
             if hold:  # a later snapshot or save may succeed, or tells of the error
