@@ -138,7 +138,8 @@ class Saver:
                     [Seen(begin=at, digests=of, kept=kept) for at, of, kept in seen],
                 )
             elif kind == "complete":
-                self._report(number, "STAGED", {})
+                if number not in self._orders:
+                    self._report(number, "STAGED", {})
                 progress.complete()
             # The save of a `replicated` message may have ended already.
             elif kind == "replicated" and (answers := self._answers.get(number)) is not None:
@@ -244,7 +245,11 @@ class Saver:
         self._tasks.put(task)
 
     def _await_order(self, number: int, job: SaveJob, orders: queue.SimpleQueue[bool]) -> bool:
-        """Wait until a held save is released or dropped, and return whether to write the save."""
+        """Wait until a held save is released or dropped, and return whether to write the save.
+
+        A released save is STAGED: from here on the file in the run shows the save. Spec:
+        REQ-RUN-017.
+        """
         is_wanted = orders.get()
         with self._lock:
             self._orders.pop(number, None)
@@ -255,6 +260,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001
             self._fail(number, job, error)
             return False
+        self._report(number, "STAGED", {})
         return True
 
     def _save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import pytest
 import torch
 
 import ckptfmt
-from ckptfmt.commit.waiting import list_held
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.lineage import read_known_run
 from ckptfmt.run.spent_time import read_entries
@@ -35,12 +35,14 @@ def steps_of(run: Path) -> list[int]:
     return [entry.step for entry in ckptfmt.Run(run).list() if entry.state == "committed"]
 
 
-def wait_for_savers(run: Path) -> None:
-    """Wait for the end of the savers of a process that was killed."""
+def wait_for_end(saver: int) -> None:
+    """Wait until the saver of a process that was killed has ended."""
+    status = Path(f"/proc/{saver}/status")
     end_s = time.monotonic() + 60
-    while list_held(open_store(run, writable=False)):
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    with contextlib.suppress(FileNotFoundError):
+        while "zombie" not in status.read_text():
+            assert time.monotonic() < end_s
+            time.sleep(0.02)
 
 
 @pytest.mark.parametrize("saver", SAVERS)
@@ -130,11 +132,23 @@ def test_to_an_older_save_drops_the_snapshot(tmp_path: Path) -> None:
     assert training.bits() == undisturbed().bits()
 
 
+def hand_over(checkpointer: Any) -> None:
+    """Wait until the saver has the newest snapshot."""
+    background = checkpointer._saves._background
+    background._held[-1].handle.wait_copied(60)
+    end_s = time.monotonic() + 60
+    while not background._link._outgoing.empty():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    time.sleep(0.3)  # for the message that was taken out last
+
+
 TRAINING = """
 import os, signal, sys
 from pathlib import Path
 import ckptfmt
 from tests.loop.test_rewind import Training
+from tests.loop.test_snapshots import hand_over
 
 training = Training()
 saving = ckptfmt.Saving(snapshot_every=4)
@@ -143,7 +157,8 @@ with ckptfmt.Checkpointer(Path(sys.argv[1]), training.state, every=10, saving=sa
     for step in checkpointer.steps(24):
         training.train(step, next(batches))
         if step == 19 and sys.argv[2] == "kill":
-            checkpointer._saves._background._held[-1].handle.wait_staged(60)
+            hand_over(checkpointer)
+            print(checkpointer._saves._background._link.pid, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 19 and sys.argv[2] == "raise":
             raise RuntimeError("a fault of the training")
@@ -159,13 +174,14 @@ def test_the_next_launch_goes_on_from_the_snapshot_of_a_training_that_died(
         [sys.executable, "-c", TRAINING, str(tmp_path), end],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert died.returncode == (-signal.SIGKILL if end == "kill" else 1), died.stderr
-    wait_for_savers(tmp_path)
+    if end == "kill":
+        wait_for_end(int(died.stdout))
     assert sorted(steps_of(tmp_path)) == [10, 16]
     training = Training()
     with ckptfmt.Checkpointer(
@@ -181,6 +197,7 @@ def test_the_next_launch_goes_on_from_the_snapshot_of_a_training_that_died(
 STALLED = """
 import os, signal, sys
 import ckptfmt, torch
+from tests.loop.test_snapshots import hand_over
 
 class Large:  # a request that fills the channel to a saver that doesn't read
     def state_dict(self):
@@ -198,7 +215,7 @@ for step in checkpointer.steps(100):
     model.values.fill_(step + 1)
     if step == 5:
         background = checkpointer._saves._background
-        background._held[-1].handle.wait_staged(60)
+        hand_over(checkpointer)
         print(background._link.pid, flush=True)
         os.kill(background._link.pid, signal.SIGSTOP)
     if step == 8:
@@ -214,7 +231,8 @@ def test_a_stalled_saver_never_writes_a_slot_that_was_filled_again(
     run = tmp_path / "run"
     died = subprocess.run(
         [sys.executable, "-c", STALLED, str(run), str(slots)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -223,10 +241,7 @@ def test_a_stalled_saver_never_writes_a_slot_that_was_filled_again(
     assert died.returncode == -signal.SIGKILL, died.stderr
     saver = int(died.stdout)
     os.kill(saver, signal.SIGCONT)
-    end_s = time.monotonic() + 60
-    while Path(f"/proc/{saver}").exists():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    wait_for_end(saver)
     # With one slot the snapshot is dropped before the next one, which gets no slot.
     assert steps_of(run) == ([] if slots == 1 else [5])
     for step in steps_of(run):

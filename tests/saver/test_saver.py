@@ -448,11 +448,20 @@ def test_held_save_is_written_when_it_is_released() -> None:
     before = trainer.store.snapshot().keys()
     begin_held(trainer, 1)
     time.sleep(0.05)  # time enough to write
-    assert trainer.states(1) == ["STAGED"]
+    assert trainer.states(1) == []
     assert trainer.store.snapshot().keys() == before
     assert not trainer.held()  # nobody waits for a save that may never be written
+    was_held = []
+
+    def receive(message: dict[str, Any]) -> None:
+        was_held.append(trainer.held())
+        trainer.receive(message)
+
+    trainer.saver._send = receive
     trainer.send({"type": "release", "number": 1})
     assert trainer.wait(1)["state"] == "DONE"
+    assert trainer.states(1) == ["STAGED", "WRITTEN", "COMMITTED", "DONE"]
+    assert was_held == [True] * 4  # REQ-RUN-017
     assert trainer.committed() == [1]
     assert trainer.is_let_go()
 
