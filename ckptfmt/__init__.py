@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptfmt.loading.load_report import LoadReport
     from ckptfmt.loop.healer import Healer
     from ckptfmt.loop.triggers import Triggers
-    from ckptfmt.option_groups import Auto, Checks, Job, Loading, Mirror, Stop
+    from ckptfmt.option_groups import Auto, Checks, Homes, Job, Loading, Mirror, Stop
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.report import Report
     from ckptfmt.run.catalog import Run, RunCheckpoint
@@ -59,6 +59,7 @@ __all__ = [
     "CkptError",
     "FirstWorker",
     "Healer",
+    "Homes",
     "InitFrom",
     "Job",
     "LoadReport",
@@ -108,6 +109,7 @@ _HOMES = {
     "CkptError": "errors",
     "FirstWorker": "state",
     "Healer": "loop.healer",
+    "Homes": "option_groups",
     "InitFrom": "loading.initial",
     "Job": "option_groups",
     "LoadReport": "loading.load_report",

@@ -20,7 +20,7 @@ from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import REFERENCED
+from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.group import Group, attempt, make_group
 from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
@@ -47,6 +47,7 @@ from ckptfmt.loop.witnessing import Witness, digest_outside_modules
 from ckptfmt.option_groups import (
     Auto,
     Checks,
+    Homes,
     Job,
     Loading,
     Mirror,
@@ -73,8 +74,30 @@ from ckptfmt.write.snapshot import Memory
 
 if TYPE_CHECKING:
     from ckptfmt.loop.healer import Healing
+    from ckptfmt.run.homes import Homes as RunHomes
+    from ckptfmt.run.homes import OtherHomes
 
 _LOG: Final = logging.getLogger("ckptfmt")
+
+
+def _find_homes(run: str | os.PathLike[str] | Store, options: Options) -> RunHomes | None:
+    """Return all homes of a run, the place `run` first; None for a run with one home.
+
+    Raises: StateError(ARGUMENT).
+    """
+    if options.homes is None:
+        return None
+    if isinstance(options.job.agree, str):
+        raise err(
+            Code.ARGUMENT,
+            "agree= is a token, and processes meet at a single home by a token",
+            where="agree=",
+            remedy="Use torch.distributed, or pass a function that gathers bytes.",
+        )
+    from ckptfmt.run import homes as run_homes  # noqa: PLC0415 - few runs need the module
+
+    homes = [run_homes.Home.of(place) for place in (run, *options.homes.places)]
+    return run_homes.Homes(homes, away_after_s=options.homes.away_after_s)
 
 
 class Checkpointer:
@@ -111,7 +134,8 @@ class Checkpointer:
             `Loading`. None has this meaning for each group of options.
         saving: options of the saves beside the training, such as the saver and deltas: `Saving`.
         copies: other places of the files: at most one `Cache` on a disk of this node, and any
-            number of `Mirror` objects.
+            number of `Mirror` objects. `Homes` are two places at which the run goes on when this
+            one is away.
         job: the processes of the job, and how they reach each other: `Job`.
         stop: signals and triggers at which the run is saved, and the training stops: `Stop`.
         checks: checks of the training, such as the witness of repeated steps: `Checks`.
@@ -149,6 +173,8 @@ class Checkpointer:
     #: The checkpoint from which this launch resumes; open until the RNG streams are restored.
     _checkpoint: Checkpoint | None = None
     launch: Launch | None = None
+    #: The other homes of the run; None for a run with one home.
+    _others: OtherHomes | None = None
     #: The number of the newest launch that this process knows; 0 before the first launch.
     _newest_launch = 0
     #: Whether processes lend each other contents in memory for the load of this launch.
@@ -167,7 +193,7 @@ class Checkpointer:
         init_from: str | os.PathLike[str] | Store | InitFrom | None = None,
         loading: Loading | None = None,
         saving: Saving | None = None,
-        copies: Iterable[Cache | Mirror] = (),
+        copies: Iterable[Cache | Mirror | Homes] = (),
         job: Job | None = None,
         stop: Stop | None = None,
         checks: Checks | None = None,
@@ -209,7 +235,9 @@ class Checkpointer:
             "strict": options.loading.strict,
             "override": options.loading.override,
         }
-        self._store = open_store(run, writable=True)
+        self._homes = _find_homes(run, options)
+        # The home of this launch is chosen at its begin, and this place may be away.
+        self._store = open_store(run, writable=self._homes is None)
         self._deadline_s = options.job.deadline_s
         self._cache = options.cache
         self._job = options.job
@@ -974,6 +1002,7 @@ class Checkpointer:
                 ledger=ledger,
                 signer=self._signer,
                 pin=pin_of(self._trust),
+                others=self._others,
             ),
             must=must or has_alarm,
             deadline_s=deadline_s,
@@ -1119,6 +1148,10 @@ class Checkpointer:
         if self._is_closed:
             remedy = "Create a Checkpointer, and call restore(), as the replacement does."
             raise err(Code.ARGUMENT, "the checkpointer is closed", where="regroup()", remedy=remedy)
+        if self._homes is not None:
+            remedy = "End all processes, and start all of them again."
+            detail = "a run with several homes can't be joined by a replacement"
+            raise err(Code.ARGUMENT, detail, where="regroup()", remedy=remedy)
         if job is None and isinstance(self._job.agree, str):
             remedy = "Give regroup(job=Job(writer=..., agree=NEW_TOKEN))."
             detail = "agree= is a token, which the lost process knew"
@@ -1202,6 +1235,7 @@ class Checkpointer:
             after=self.launch.launch,
             signer=self._signer,
             require_signature=self._trust,
+            elect=None if self._homes is None else self._homes.elect,
         )
         self._load_taken(taken, snapshots, keeps=keeps, reaches=reaches, reason=reason)
         if self._count.is_under_way:
@@ -1306,6 +1340,8 @@ class Checkpointer:
     def _take_launch(self, survivor: Survivor | None = None) -> Taken:
         if self._group.writer == 0:
             program_origin()  # before the checkout changes during the training
+        if self._homes is not None:
+            self._enter_home(self._homes)
         cache = self._cache
         nodes = None
         if cache is not None and cache.peers:
@@ -1323,6 +1359,7 @@ class Checkpointer:
             on_begun=self._note_begun,
             signer=self._signer,
             require_signature=self._trust,
+            elect=None if self._homes is None else self._homes.elect,
         )
         if survivor is None:
             self._adopt(taken)
@@ -1330,6 +1367,26 @@ class Checkpointer:
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
         return taken
+
+    def _enter_home(self, homes: RunHomes) -> None:
+        """Choose the home at which this launch begins, with the votes of a majority."""
+        entry = self._group.run_on_first(
+            lambda: dataclasses.asdict(
+                homes.enter(
+                    resume=self._resume,
+                    writer_features=(LABELS, *self._writer_features),
+                    wait_s=self._deadline_s / 2,
+                )
+            )
+        )
+        number = entry["number"]
+        self._store = self._group.together(homes.homes[number].open)
+        self._others = homes.beside(number)
+        self._saves.use_home(self._store, self._others)
+        for sentence in entry["reports"]:
+            add_report(self._saves.reports, sentence)
+        if self._healing is not None:
+            self._healing.use_home(self._store)
 
     def _adopt(self, taken: Taken) -> None:
         """Go on as a launch that these processes have begun; nothing is loaded yet."""
@@ -1339,6 +1396,7 @@ class Checkpointer:
         self._lends = taken.lends
         self.passed_over += taken.passed_over
         self._saves.note_launch(taken.reports)
+        self._saves.begin_copies(taken.run, taken.launch, self._retention)
 
     def _load(
         self,

@@ -680,6 +680,24 @@ class Code(StrEnum):
     STORE_IO = ("STORE_IO", StoreError, "Check the storage, then try again.")
     #: the storage didn't answer in time
     STORE_NO_ANSWER = ("STORE_NO_ANSWER", StoreError, "Try again when it answers.")
+    #: too few of a run's homes answer to decide which launch may commit
+    HOMES_AWAY = (
+        "HOMES_AWAY",
+        StoreError,
+        (
+            "Try again when a majority of the homes answers. If a home is lost for good, put an"
+            " empty place into Homes instead, and start while all homes answer."
+        ),
+    )
+    #: no other home of a run has the save before
+    HOME_BEHIND = (
+        "HOME_BEHIND",
+        StoreError,
+        (
+            "Find out why the copies to the other homes fail or are slow (Checkpointer.reports),"
+            " or save less often."
+        ),
+    )
     #: the file system can't create a file exclusively and whole
     STORE_UNSUPPORTED = (
         "STORE_UNSUPPORTED",

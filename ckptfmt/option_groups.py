@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 from ckptfmt.adapters.load_plan import Allow, check_allow
@@ -116,6 +116,47 @@ class Mirror:
                 where="Mirror(place=)",
                 remedy="Pass a directory, a URL or a store, as for Run.mirror.",
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Homes:
+    """Two other homes of the run, for ``Checkpointer(copies=)``: a region may be lost.
+
+    A launch saves at the run's place if possible, and its saves are copied to the other homes. If
+    the place doesn't answer at a start, the launch goes on at another home by itself. The votes of
+    two of the three homes decide which launch may commit, so that no second launch goes on
+    elsewhere. At most one save is lost with a home.
+
+    Attributes:
+        places: directories or URLs of two other homes, or stores rooted there. Every start has the
+            same homes, in the same order.
+        away_after_s: time after which a home that doesn't answer counts as away, in seconds; by
+            default 60.
+
+    Raises: StateError(ARGUMENT) unless there are two places, and for a time of 0 or less.
+
+    >>> Homes(["s3://europe/my-run", "s3://asia/my-run"]).away_after_s
+    60.0
+    """
+
+    places: Sequence[str | os.PathLike[str] | Store] = dataclasses.field(kw_only=False)
+    away_after_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        is_text = isinstance(self.places, str | os.PathLike)
+        places = () if is_text else _as_tuple(self.places, "Homes(places)", "places")
+        if len(places) != _OTHER_HOMES:
+            raise err(
+                Code.ARGUMENT,
+                f"{self.places!r} aren't two places",
+                where="Homes(places)",
+                remedy="Pass Homes([PLACE, PLACE]), with two other homes beside the run: two of"
+                " three homes decide when one is away. For a copy without a vote, pass a Mirror.",
+            )
+        for place in places:
+            Mirror(place)  # checks a place
+        object.__setattr__(self, "places", places)
+        check_deadline(self.away_after_s, where="away_after_s=")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +274,10 @@ class Checks:
             )
 
 
+#: Number of other homes: a majority of three is two, also while one home is away.
+_OTHER_HOMES: Final = 2
+
+
 def _as_tuple(given: Iterable[Any], where: str, kind: str) -> tuple[Any, ...]:
     try:
         return tuple(given)
@@ -242,17 +287,17 @@ def _as_tuple(given: Iterable[Any], where: str, kind: str) -> tuple[Any, ...]:
 
 
 def _divide_copies(
-    given: Iterable[Cache | Mirror],
-) -> tuple[Cache | None, tuple[str | os.PathLike[str] | Store, ...]]:
-    """Return the cache of ``copies=``, if any, and the places of the mirrors.
+    given: Iterable[Cache | Mirror | Homes],
+) -> tuple[Cache | None, tuple[str | os.PathLike[str] | Store, ...], Homes | None]:
+    """Return the cache of ``copies=``, if any, the places of the mirrors, and the other homes.
 
     Raises: StateError(ARGUMENT).
     """
-    copies = _as_tuple(given or (), "copies=", "Cache and Mirror objects")
+    copies = _as_tuple(given or (), "copies=", "Cache, Mirror and Homes objects")
     remedy = "Pass copies=[ckptfmt.Cache(DIRECTORY), ckptfmt.Mirror(PLACE), ...]."
     for copy in copies:
-        if not isinstance(copy, Cache | Mirror):
-            detail = f"{copy!r} is neither a Cache nor a Mirror"
+        if not isinstance(copy, Cache | Mirror | Homes):
+            detail = f"{copy!r} is neither a Cache nor a Mirror, and no Homes"
             raise err(Code.ARGUMENT, detail, where="copies=", remedy=remedy)
     caches = [copy.absolute() for copy in copies if isinstance(copy, Cache)]
     if len(caches) > 1:
@@ -262,8 +307,18 @@ def _divide_copies(
             where="copies=",
             remedy="Pass a single Cache; the number of mirrors is free.",
         )
+    homes = [copy for copy in copies if isinstance(copy, Homes)]
+    if len(homes) > 1 or (homes and caches):
+        given_text = "a Cache and Homes" if caches else f"{len(homes)} Homes"
+        raise err(
+            Code.ARGUMENT,
+            f"{given_text} are given together",
+            where="copies=",
+            remedy="Pass a single Homes with both other places, and no Cache: a save in a cache is"
+            " at no home.",
+        )
     mirrors = tuple(copy.place for copy in copies if isinstance(copy, Mirror))
-    return caches[0] if caches else None, mirrors
+    return caches[0] if caches else None, mirrors, homes[0] if homes else None
 
 
 # --- the keywords of version 0.9 -----------------------------------------------------------------
@@ -371,6 +426,7 @@ class Options:
         loading, saving, job, stop, checks: the groups.
         cache: the cache, with an absolute path; None for no cache.
         mirrors: places of the mirrors.
+        homes: the other homes; None for a run with one home.
     """
 
     every: int | str | None
@@ -380,6 +436,7 @@ class Options:
     saving: Saving
     cache: Cache | None
     mirrors: tuple[str | os.PathLike[str] | Store, ...]
+    homes: Homes | None
     job: Job
     stop: Stop
     checks: Checks
@@ -410,7 +467,7 @@ class Options:
             mtbf = every.mtbf
             every = "auto"
         saving = _check_group(found["saving"], "saving", Saving)
-        cache, mirrors = _divide_copies(found["copies"])
+        cache, mirrors, homes = _divide_copies(found["copies"])
         if cache is not None and saving.saver == "inline":
             remedy = "Pass saver='process' or saver='thread': the upload goes on behind the save."
             raise err(Code.ARGUMENT, "saver='inline' has no cache", where="cache=", remedy=remedy)
@@ -422,6 +479,7 @@ class Options:
             saving=saving,
             cache=cache,
             mirrors=mirrors,
+            homes=homes,
             job=_check_group(found["job"], "job", Job),
             stop=_check_group(found["stop"], "stop", Stop),
             checks=_check_group(found["checks"], "checks", Checks),
@@ -438,6 +496,7 @@ class Options:
             mtbf=None,
             cache=None,
             mirrors=(),
+            homes=None,
             checks=dataclasses.replace(self.checks, witness=True, rehearse=0),
         )
 

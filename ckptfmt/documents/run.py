@@ -1,6 +1,7 @@
-"""Documents of a run: ``run.json``, launch records, records of labels, and pins of a save.
+"""Documents of a run: ``run.json``, launch records, votes, records of labels, and pins of a save.
 
-Spec: REQ-RUN-001 to REQ-RUN-007, REQ-RUN-023 to REQ-RUN-025, REQ-CMT-035, REQ-CMT-037.
+Spec: REQ-RUN-001 to REQ-RUN-007, REQ-RUN-023 to REQ-RUN-025, REQ-RUN-065, REQ-CMT-035,
+REQ-CMT-037.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ RUN_NAME: Final = "run.json"
 LAUNCHES: Final = "launches"
 #: The directory in which each saver holds a file during a save.
 SAVERS: Final = "savers"
+#: The directory of a home's votes, in a run with several homes.
+VOTES: Final = "votes"
 
 #: The directory of records of labels, written after commits.
 LABELS_FOLDER: Final = "labels"
@@ -141,6 +144,40 @@ class Launch:
             chosen_by=signed["chosen_by"],
             resume_from=None if resume is None else Reference(**resume),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """The vote of a home for a launch, in a run with several homes.
+
+    Attributes:
+        run_id: the run's id.
+        launch: number of the launch.
+        nonce: nonce of the launch, equal in all votes for this launch.
+    """
+
+    run_id: str
+    launch: int
+    nonce: str
+
+    @property
+    def path(self) -> str:
+        """The path of the vote in the run."""
+        return f"{VOTES}/{launch_name(self.launch)}"
+
+    def dump(self) -> bytes:
+        """Return the bytes of the vote."""
+        return dump_document({**head_of("vote"), **dataclasses.asdict(self)})
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: str) -> Vote:
+        """Return the vote of a file.
+
+        Raises: FormatError (RUN_MISMATCH if the number differs from the file's name),
+            IntegrityError, UnsupportedError.
+        """
+        signed = parse_of_launch(content, where=where, kind="vote", requirement="REQ-RUN-065")
+        return cls(run_id=signed["run_id"], launch=signed["launch"], nonce=signed["nonce"])
 
 
 def labels_name(checkpoint: str, number: int) -> str:

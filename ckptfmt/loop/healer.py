@@ -161,6 +161,10 @@ class Healing:
         #: First and last step of samples that are left out for good.
         self._left_out: list[tuple[int, int]] = []
 
+    def use_home(self, store: Store) -> None:
+        """Read and write the records at another home of the run, before the first decision."""
+        self._store = store
+
     @property
     def follows(self) -> int:
         """The number of the failed launch behind the decision; 0 without a decision."""

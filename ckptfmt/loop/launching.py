@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from ckptfmt.adapters import torch_side
 from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
 from ckptfmt.documents.manifest import Reference
-from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.documents.run import Launch, RunRecord, Vote
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.group import Group, attempt
@@ -101,6 +101,7 @@ def take_launch(
     on_begun: Callable[[int], None] | None = None,
     signer: Signer | None = None,
     require_signature: Trust | None = None,
+    elect: Callable[[RunRecord, int], Vote] | None = None,
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
 
@@ -121,7 +122,7 @@ def take_launch(
         known: number of the newest launch that this process knows; 0 before the first.
         on_begun: called on process 0 with the number of the begun launch.
         signer: signs the saves that are completed from caches.
-        require_signature: see `begin_launch`.
+        require_signature, elect: see `begin_launch`.
 
     Raises: as `Checkpointer.choose`; IntegrityError(NOT_COMMITTED) if processes go on, and there is
         no save to go back to.
@@ -167,6 +168,7 @@ def take_launch(
             after=after,
             on_begun=on_begun,
             require_signature=require_signature,
+            elect=elect,
         ),
     )
     if finish is not None:
@@ -316,13 +318,14 @@ def _begin(
     after: int | None,
     on_begun: Callable[[int], None] | None,
     require_signature: Trust | None,
+    elect: Callable[[RunRecord, int], Vote] | None,
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
         names: names of the checkpoints with files in caches.
         opened: list to which the chosen open checkpoint is added.
-        trusted, after, require_signature: see `take_launch`.
+        trusted, after, require_signature, elect: see `take_launch`.
         on_begun: called with the number of the launch.
     """
     passed_over: list[str] = waited["passed_over"]
@@ -342,6 +345,7 @@ def _begin(
         trusted=trusted,
         after=after,
         require_signature=require_signature,
+        elect=elect,
     )
     if on_begun is not None:
         on_begun(launch.launch)

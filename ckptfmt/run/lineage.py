@@ -29,9 +29,11 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.run import (
     LAUNCHES,
     RUN_NAME,
+    VOTES,
     LabelsRecord,
     Launch,
     RunRecord,
+    Vote,
     check_place,
     check_record,
     check_run_id,
@@ -222,7 +224,7 @@ def _refuse_other_contents(store: Store) -> RunRecord | None:
     names = set(store.list_names(""))
     if MANIFEST_NAME in names:
         raise refuse_checkpoint(store)
-    if f"{LAUNCHES}/" not in names and not _list_places(store):
+    if f"{LAUNCHES}/" not in names and not list_places(store):
         return None
     return read_known_run(store)
 
@@ -235,7 +237,7 @@ def read_known_run(store: Store) -> RunRecord:
     run = read_run(store)
     if run is None:
         names = set(store.list_names(""))
-        if MANIFEST_NAME in names or (f"{LAUNCHES}/" not in names and not _list_places(store)):
+        if MANIFEST_NAME in names or (f"{LAUNCHES}/" not in names and not list_places(store)):
             raise err(
                 Code.FILE_MISSING,
                 "a checkpoint is here, and no run" if MANIFEST_NAME in names else "no run is here",
@@ -286,6 +288,15 @@ def list_launch_numbers(store: Store) -> list[int]:
     return sorted(number for number in numbers if number is not None)
 
 
+def list_vote_numbers(store: Store) -> list[int]:
+    """Return the numbers of the launches with a vote of this home, in ascending numerical order.
+
+    A run with one home has no votes. Spec: REQ-RUN-065.
+    """
+    numbers = (parse_launch_name(name) for name in store.list_names(VOTES))
+    return sorted(number for number in numbers if number is not None)
+
+
 def read_launch(store: Store, number: int, run: RunRecord | None = None) -> Launch:
     """Return one launch record. Raises: FormatError, IntegrityError."""
     path = f"{LAUNCHES}/{launch_name(number)}"
@@ -320,7 +331,7 @@ def list_checkpoints(
     Spec: REQ-RUN-014, REQ-RUN-026.
     """
     entries = dict[tuple[int, int], RunEntry]()
-    places = _list_places(store)
+    places = list_places(store)
     is_unsure = store.is_remote
     while True:
         newest = list_newest_labels(store) if with_labels else {}
@@ -340,7 +351,7 @@ def list_checkpoints(
         is_retired = any(isinstance(entry.register, Tombstone) for entry in found.values())
         listed = places
         if is_retired or is_unsure:  # a damaged network answer may look like a shorter listing
-            places = sorted({*places, *_list_places(store)})
+            places = sorted({*places, *list_places(store)})
             is_unsure = False
         if places == listed:
             return [entries[place] for place in listed]
@@ -537,6 +548,7 @@ def begin_launch(
     trusted: Container[str] = (),
     after: int | None = None,
     require_signature: Trust | None = None,
+    elect: Callable[[RunRecord, int], Vote] | None = None,
 ) -> tuple[Launch, Checkpoint | None]:
     """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
 
@@ -550,6 +562,8 @@ def begin_launch(
         after: number of the launch that goes back, and must still own the run; None for a start.
         require_signature: signers of a checkpoint to resume from; None for any. No older
             checkpoint takes the place of an unsigned one. Attempts in `trusted` aren't checked.
+        elect: returns the votes of a majority of the homes, given the run and the greatest known
+            number of a launch; None for a run with one home. See `ckptfmt.run.homes`.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
         the caller to load and close. None instead of a checkpoint after a fresh start.
@@ -565,9 +579,20 @@ def begin_launch(
         trusted=trusted,
         require_signature=require_signature,
     )
+    if elect is None and list_vote_numbers(store):
+        raise err(
+            Code.ARGUMENT,
+            "the run has several homes, and a launch needs the votes of a majority",
+            where=store.name,
+            requirement="REQ-RUN-066",
+            remedy="Pass copies=[ckptfmt.Homes([...])] with the other homes of the run; in place of"
+            " a lost home, pass an empty place.",
+        )
     while True:
         if after is not None:
             check_not_fenced(store, after)
+        # The votes come first: the lists then have each commit that was confirmed before.
+        vote = None if elect is None else elect(run, _find_greatest(store))
         launches = list_launches(store, run)
         entries = list_checkpoints(store, run, with_labels=False)
         checkpoint: Checkpoint | None = None
@@ -583,7 +608,7 @@ def begin_launch(
             )
         resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
-        number = max(taken, default=0) + 1
+        number = max(taken, default=0) + 1 if vote is None else vote.launch
         if choose is not None and resume is not None:
             # A choice by hand stays in force: a record naming a retired checkpoint would leave
             # the run without a head.
@@ -591,7 +616,7 @@ def begin_launch(
         launch = Launch(
             run_id=run.run_id,
             launch=number,
-            nonce=secrets.token_hex(16),
+            nonce=secrets.token_hex(16) if vote is None else vote.nonce,
             chosen_by=chosen_by,
             resume_from=resume,
         )
@@ -614,6 +639,12 @@ def begin_launch(
             return launch, checkpoint
         # A clean-up missed the record and retired the checkpoint; the next record
         # names another checkpoint.
+
+
+def _find_greatest(store: Store) -> int:
+    """Return the greatest number of a launch with a record or a checkpoint; 0 for none."""
+    places = (number for _, number in list_places(store))
+    return max([0, *list_launch_numbers(store), *places])
 
 
 def open_head(
@@ -917,7 +948,7 @@ def _is_retired(store: Store, run: RunRecord, entry: RunEntry) -> bool:
     )
 
 
-def _list_places(store: Store) -> list[tuple[int, int]]:
+def list_places(store: Store) -> list[tuple[int, int]]:
     """Return step and launch of each checkpoint directory, ascending.
 
     Symbolic links and files of such names are included, as unreadable. Spec: REQ-RUN-008,

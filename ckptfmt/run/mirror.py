@@ -57,6 +57,7 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launch_numbers,
     list_launches,
+    list_vote_numbers,
     read_known_run,
     read_run,
 )
@@ -272,20 +273,27 @@ def check_same_history(
     home: tuple[Iterable[Launch | LostLaunch], Iterable[RunEntry]],
     other: tuple[Iterable[Launch | LostLaunch], Iterable[RunEntry]],
     names: tuple[str, str],
+    *,
+    are_homes: bool = False,
 ) -> None:
     """Raise if copy `other` of a run has launches or checkpoints missing in copy `home`.
 
     Args:
         names: names of the two stores.
+        are_homes: whether both are homes of a run with several homes. Then `other` may have
+            launches and checkpoints of its own, but no newer launch.
 
     Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH). Spec: REQ-RUN-030.
     """
     launches = {launch.launch: launch for launch in home[0]}
+    newest = max(launches, default=0)
     registers = {entry.name: entry.register for entry in home[1]}
     for launch in other[0]:
         found = launches.get(launch.launch)
         if isinstance(launch, LostLaunch) or isinstance(found, LostLaunch):
             # Unknown: `scrub_run` repairs the record if the nonces of checkpoints allow a repair.
+            continue
+        if found is None and are_homes and launch.launch < newest:
             continue
         if found != launch:
             path = f"{LAUNCHES}/{launch_name(launch.launch)}"
@@ -295,6 +303,8 @@ def check_same_history(
             raise entry.register.below(entry.name)
         digest = _digest_of(entry.register)
         here = registers.get(entry.name)
+        if are_homes and _digest_of(here) is None:
+            continue
         if digest is not None and not isinstance(here, CkptError) and _digest_of(here) != digest:
             raise _diverged(
                 entry.name, "isn't" if _digest_of(here) is None else "is another one", names
@@ -417,7 +427,10 @@ class _Mirroring:
             )
         there, there_entries = _look(self._mirror, run)
         check_same_history(
-            (launches, entries), (there, there_entries), (self._home.name, self._mirror.name)
+            (launches, entries),
+            (there, there_entries),
+            (self._home.name, self._mirror.name),
+            are_homes=bool(list_vote_numbers(self._home)),
         )
         self._there = {entry.name: entry for entry in there_entries}
         return record is None, there

@@ -8,7 +8,9 @@ through a node's cache, `SaveAttempt`, conversions and compactions. The steps in
     wait      wait for the attempts that were held before
     clear     check again after a wait; a replacing save removes the remains of killed saves
     write     write this writer's files, the part last
+    follow    with several homes, wait until another home has the save before
     decide    commit the attempt, or wait for the committer
+    confirm   with several homes, check that no launch has taken over at another home
     note      record the checkpoint as the newest, for readers that require a signature
     sweep     remove the files of earlier attempts
     record    write the ledger entry
@@ -28,8 +30,9 @@ import dataclasses
 import functools
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import (
@@ -54,6 +57,9 @@ from ckptfmt.signing.pin import record_commit
 from ckptfmt.signing.signer import Signer
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error, tell_failure
+
+if TYPE_CHECKING:
+    from ckptfmt.run.homes import OtherHomes
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -102,6 +108,7 @@ class SaveState:
         signer: signs the manifest; None for no signature.
         pin: file that names the newest checkpoint of the run, for readers that require a
             signature; empty for none.
+        others: the other homes of the run; None for a run with one home.
     """
 
     store: Store
@@ -116,6 +123,7 @@ class SaveState:
     ledger: bytes = b""
     signer: Signer | None = None
     pin: str = ""
+    others: OtherHomes | None = None
 
     @classmethod
     def in_run(
@@ -129,6 +137,7 @@ class SaveState:
         ledger: bytes = b"",
         signer: Signer | None = None,
         pin: str = "",
+        others: OtherHomes | None = None,
     ) -> SaveState:
         """Return a save of a step of a run.
 
@@ -145,6 +154,7 @@ class SaveState:
             ledger=ledger,
             signer=signer,
             pin=pin,
+            others=others,
         )
 
 
@@ -158,15 +168,25 @@ class SaveJob:
     Args:
         save: values of the save.
         known: documents already parsed by the thread of the job.
+        gives_up: set when nobody copies to the other homes of the run any more.
 
     Attributes:
         held: holds of this save, which `tidy` ends.
     """
 
-    def __init__(self, save: SaveState, known: Known | None = None) -> None:
+    def __init__(
+        self,
+        save: SaveState,
+        known: Known | None = None,
+        *,
+        gives_up: threading.Event | None = None,
+    ) -> None:
         self.save = save
+        self._gives_up = gives_up or threading.Event()
         self.known = known
         self.held = contextlib.ExitStack()
+        #: Whether the attempt is committed: a later failure concerns this process only.
+        self._is_committed = False
         #: Attempts at the same place, held when `hold` began.
         self._earlier: list[str] = []
 
@@ -247,7 +267,10 @@ class SaveJob:
             self.wait()
             call(functools.partial(self.clear, may_be_committed=again is not None))
         call(write)
+        self.follow()
         manifest: Manifest = call(self.decide)
+        self._is_committed = True
+        self.confirm()
         self.note(manifest)
         if sweeps:
             self.sweep()
@@ -268,6 +291,29 @@ class SaveJob:
             if isinstance(error, CkptError) and found is not error:
                 raise found from error
             raise
+
+    def follow(self) -> None:
+        """Wait as writer 0 until another home has the save before, in a run with several homes.
+
+        Raises: StoreError(HOME_BEHIND). Spec: REQ-RUN-068.
+        """
+        save = self.save
+        if save.others is not None and save.run is not None and save.writer == 0:
+            save.others.await_copy(
+                save.run,
+                save.origin.launch or 0,
+                deadline_s=save.deadline_s,
+                gives_up=self._gives_up,
+            )
+
+    def confirm(self) -> None:
+        """Check as writer 0 that no launch has taken over at another home.
+
+        Raises: FencedError(FENCED); StoreError(HOMES_AWAY). Spec: REQ-RUN-067.
+        """
+        save = self.save
+        if save.others is not None and save.run is not None and save.writer == 0:
+            save.others.confirm(save.run, save.origin.launch or 0)
 
     def decide(self, *, part_digests: Sequence[str] | None = None) -> Manifest:
         """Commit the attempt as writer 0, or wait for the decision as another writer.
@@ -363,7 +409,8 @@ class SaveJob:
             found = explain_no_space(found, save.run, save.retention)
         elif found.code == Code.FILE_MISSING and not save.replace:
             found = self._find_winner() or found
-        tell_failure(save.store, save.origin, save.writer, found)
+        if not self._is_committed:
+            tell_failure(save.store, save.origin, save.writer, found)
         return found
 
     def _find_winner(self) -> CkptError | None:

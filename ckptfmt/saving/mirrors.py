@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ckptfmt.errors import printable
 from ckptfmt.run.mirror import mirror_run
@@ -16,8 +16,11 @@ from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
-#: Place of a mirror: a directory or URL, or a store rooted there.
-Place: TypeAlias = str | os.PathLike[str] | Store
+#: Place of a mirror: a directory or URL, a store rooted there, or another home of the run.
+Place: TypeAlias = "str | os.PathLike[str] | Store | Home"
+
+if TYPE_CHECKING:
+    from ckptfmt.run.homes import Home
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Longest time for a copy to stop after a request, in seconds.
@@ -26,6 +29,12 @@ _STOP_S: Final = 5.0
 #: seconds.
 _OTHERS_S: Final = 10.0
 _PAUSE_S: Final = 0.5
+#: Longest pause before a failed copy to another home is made again, in seconds.
+_PAUSE_MAX_S: Final = 30.0
+
+
+def _open(place: str | os.PathLike[str] | Store) -> Store:
+    return open_store(place, writable=True)
 
 
 class Mirrors:
@@ -35,17 +44,43 @@ class Mirrors:
         home: store rooted at the run.
         places: places of the mirrors.
         reports: list to which a sentence is added for each problem.
+        opens: opens the store of a place.
+        repeats: whether a failed copy is made again after a pause, instead of behind the next
+            commit.
+        tidy: called with the store of a mirror after each copy; retires checkpoints there.
     """
 
-    def __init__(self, home: Store, places: Sequence[Place], reports: list[str]) -> None:
+    def __init__(
+        self,
+        home: Store,
+        places: Sequence[Place],
+        reports: list[str],
+        *,
+        opens: Callable[[Any], Store] = _open,
+        repeats: bool = False,
+        tidy: Callable[[Store], object] = lambda _: None,
+    ) -> None:
         self._home = home
         self._places = places
         self._reports = reports
+        self._opens = opens
+        self._repeats = repeats
+        self._tidy = tidy
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the next four attributes
         self._is_wanted = self._is_behind = False
         self._in_caches: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a copy is due, in progress, or has failed."""
+        with self._lock:
+            return self._is_behind or self._thread is not None
+
+    def use_home(self, home: Store) -> None:
+        """Copy from another home of the run, before the first copy."""
+        self._home = home
 
     def note_launch(self) -> None:
         """Copy at the end at the latest: processes of an earlier launch may have ended before."""
@@ -53,7 +88,7 @@ class Mirrors:
 
     def follow(self, handle: SaveHandle) -> None:
         """Start a copy of the committed checkpoints when a save is committed."""
-        handle.on_committed(lambda _: self._start())
+        handle.on_committed(lambda _: self.start())
 
     def close(self, deadline_s: float, brought_home: str | None = None) -> None:
         """Wait until the mirrors are complete; stop a running copy at the deadline.
@@ -67,11 +102,11 @@ class Mirrors:
         others_end_s = min(end_s, time.monotonic() + _OTHERS_S)
         self._join(end_s)
         if self._is_behind or brought_home is not None:
-            self._start()  # another try: the store may answer now
+            self.start()  # another try: the store may answer now
             self._join(end_s)
         while brought_home in self._in_caches and time.monotonic() < others_end_s:
             time.sleep(_PAUSE_S)
-            self._start()
+            self.start()
             self._join(end_s)
         if brought_home in self._in_caches:
             self._report(
@@ -92,7 +127,8 @@ class Mirrors:
         if thread is not None:
             thread.join(max(0.0, end_s - time.monotonic()))
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start a copy of the committed checkpoints, after a copy in progress."""
         with self._lock:
             self._is_wanted = True
             if self._thread is None and not self._stop.is_set():
@@ -103,6 +139,7 @@ class Mirrors:
                 self._thread.start()
 
     def _run(self) -> None:
+        pause_s = _PAUSE_S
         while True:
             with self._lock:
                 if not self._is_wanted or self._stop.is_set():
@@ -111,11 +148,20 @@ class Mirrors:
                 self._is_wanted = self._is_behind = False
             for place in self._places:
                 self._copy(place)
+            if not (self._repeats and self._is_behind):
+                pause_s = _PAUSE_S
+                continue
+            self._stop.wait(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            with self._lock:
+                self._is_wanted = True
 
     def _copy(self, place: Place) -> None:
         name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
         try:
-            report = mirror_run(self._home, open_store(place, writable=True), stop=self._stop)
+            store = self._opens(place)
+            report = mirror_run(self._home, store, stop=self._stop)
+            self._tidy(store)
         except BaseException as error:  # noqa: BLE001
             with self._lock:
                 self._is_behind = True

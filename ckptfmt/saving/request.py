@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.labels import Labels
@@ -16,6 +16,9 @@ from ckptfmt.signing.signer import Signer
 from ckptfmt.store import address_of, open_address
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
+
+if TYPE_CHECKING:
+    from ckptfmt.run.homes import OtherHomes
 
 #: Attributes of the manifest in the saver's report of a commit.
 OF_MANIFEST: Final = ("digest", "nbytes", "profile", "stored_nbytes", "durability")
@@ -49,6 +52,7 @@ def dump_request(save: SaveState, context: Context, delta: DeltaOptions) -> dict
         "ledger": save.ledger,
         "signer": None if save.signer is None else save.signer.as_dict(),
         "pin": save.pin,
+        "others": None if save.others is None else save.others.as_dict(),
     }
 
 
@@ -90,8 +94,17 @@ def parse_request(
         ledger=value["ledger"],
         signer=None if value["signer"] is None else Signer(**value["signer"]),
         pin=value["pin"],
+        others=_parse_others(value["others"]),
     )
     return save, context, DeltaOptions.from_dict(value["delta"])
+
+
+def _parse_others(value: dict[str, Any] | None) -> OtherHomes | None:
+    if value is None:
+        return None
+    from ckptfmt.run.homes import OtherHomes  # noqa: PLC0415 - few runs need the module
+
+    return OtherHomes.from_dict(value)
 
 
 def _columns(rows: Iterable[RngStream | Leaf], kind: type[RngStream | Leaf]) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class Saver:
         self._is_held = False
         self._deadline_s = 0.0
         self._is_alone = False
+        #: Set at the trainer's end: nobody copies to the other homes of the run any more.
+        self._is_orphaned = threading.Event()
         #: Number of the launch with a ledger, and the trainer's end in Unix milliseconds.
         self._launch: int | None = None
         self._ended_unix_ms: int | None = None
@@ -157,6 +159,7 @@ class Saver:
         Saves in the cache are still brought home.
         """
         self._ended_unix_ms = time.time_ns() // 1_000_000
+        self._is_orphaned.set()
         for answers in list(self._answers.values()):
             answers.put("the trainer is gone")
         self.give_up(
@@ -207,7 +210,7 @@ class Saver:
             context=context,
             progress=progress,
         )
-        job = SaveJob(save, self._known)
+        job = SaveJob(save, self._known, gives_up=self._is_orphaned)
         orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         if is_held:
             self._orders[number] = orders

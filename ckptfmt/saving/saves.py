@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
@@ -26,12 +26,13 @@ from ckptfmt.documents.durability import HOME, NODE, PEERS
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.run import Launch
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, StoreError, check_flags, err, error_from_json
 from ckptfmt.group import Group, attempt
 from ckptfmt.run.node_cache import Cache, CachedPart, NodeCache, part_of
+from ckptfmt.run.retention import Retention
 from ckptfmt.run.save_job import SaveJob, SaveState
 from ckptfmt.saving.background import Background, SaveSlot
 from ckptfmt.saving.handle import (
@@ -56,6 +57,10 @@ from ckptfmt.write.snapshot import Memory, Snapshot
 from ckptfmt.write.staging import Copy, Fillings, plan_copies
 from ckptfmt.write.writer import as_ckpt_error
 
+if TYPE_CHECKING:
+    from ckptfmt.run.homes import OtherHomes
+    from ckptfmt.saving.home_copies import HomeCopies
+
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Kinds of saver.
 _SAVERS: Final = ("process", "thread", "inline")
@@ -70,6 +75,8 @@ _STORAGE: Final = frozenset(
         Code.STORE_ACCESS,
         Code.NO_SPACE,
         Code.COMMIT_UNKNOWN,
+        Code.HOMES_AWAY,
+        Code.HOME_BEHIND,
         Code.SLOTS_BUSY,
         Code.SLOT_MEMORY,
     }
@@ -238,6 +245,9 @@ class Saves:
         self._mirrors = None
         if store is not None and mirrors and group.writer == 0:
             self._mirrors = Mirrors(store, mirrors, self.reports)
+        #: The other homes of the run, and the copies to them; None for a run with one home.
+        self._others: OtherHomes | None = None
+        self._home_copies: HomeCopies | None = None
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
@@ -414,6 +424,8 @@ class Saves:
         in_process = saving.saver == "process" and (
             self._store is None or address_of(self._store) is not None
         )
+        if self._others is not None:
+            in_process &= all(home.has_address for home in self._others.homes)
         if saving.saver == "process" and not in_process:
             kind = type(self._store).__qualname__
             self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
@@ -453,6 +465,33 @@ class Saves:
 
     def _report(self, sentence: str) -> None:
         add_report(self.reports, sentence)
+
+    def use_home(self, store: Store, others: OtherHomes) -> None:
+        """Save at a home of a run with several homes, chosen before the first save.
+
+        Args:
+            store: store rooted at the run, at this home.
+            others: the other homes.
+        """
+        self._store = store
+        self._others = others
+        if self._mirrors is not None:
+            self._mirrors.use_home(store)
+
+    def begin_copies(self, run: RunRecord, launch: Launch, retention: Retention) -> None:
+        """Copy the run to the other homes from now on, as writer 0.
+
+        Args:
+            run, launch: the run, and the launch that has begun.
+            retention: rule by which checkpoints stay at each home.
+        """
+        if self._store is None or self._others is None or self._group.writer != 0:
+            return
+        from ckptfmt.saving.home_copies import HomeCopies  # noqa: PLC0415 - few runs need it
+
+        if self._home_copies is None:
+            self._home_copies = HomeCopies(self._store, self._others.homes, self.reports)
+        self._home_copies.begin(run, launch, retention)
 
     def note_launch(self, reports: list[str]) -> None:
         """Take note of a new launch, and of sentences for the reports, logged already."""
@@ -593,6 +632,8 @@ class Saves:
         self._undecided.append(handle)
         if self._mirrors is not None:
             self._mirrors.follow(handle)
+        if self._home_copies is not None:
+            self._home_copies.follow(handle)
 
     def settle_held(self, timeout_s: float, *, write: bool) -> None:
         """Write the snapshot in memory if all processes have it and want so, else drop it.
@@ -961,6 +1002,8 @@ class Saves:
                 _LOG.warning("callbacks of saves aren't over when the saves are")
             if self._mirrors is not None:
                 self._mirrors.close(max(0.0, end_s - time.monotonic()), brought_home)
+            if self._home_copies is not None:
+                self._home_copies.close(max(0.0, end_s - time.monotonic()))
             if self._replicas is not None:
                 self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
 

@@ -354,7 +354,7 @@ def _overwrite(
 def _list_once(_right: Any, store: Store, run: Any = None, **_: Any) -> list[lineage.RunEntry]:
     return [
         lineage._read_entry(store, place, run.run_id if run else None)
-        for place in lineage._list_places(store)
+        for place in lineage.list_places(store)
     ]
 
 

@@ -25,7 +25,7 @@ def _without_limit(right: Any, ranges: Any, **members: Any) -> Any:
 
 
 def _listed_once(_right: Any, store: Any, run: Any, **_: Any) -> Any:
-    return [lineage._read_entry(store, place, run.run_id) for place in lineage._list_places(store)]
+    return [lineage._read_entry(store, place, run.run_id) for place in lineage.list_places(store)]
 
 
 MUTANTS = {

@@ -112,7 +112,7 @@ MUTANTS = {
     "links_for_nothing": Mutant(
         clauses=("REQ-RUN-008", "REQ-CKP-002"),
         fault="doesn't see what has the name of a checkpoint and is no directory",
-        patch=replaced(lineage, "_list_places", _list_directories),
+        patch=replaced(lineage, "list_places", _list_directories),
         tests=(
             "hostile/test_local.py::test_a_link_in_the_place_of_a_checkpoint_is_passed_over_by_name",
         ),

@@ -1,0 +1,76 @@
+"""The copies of a launch's commits to the other homes of a run, beside the training."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from ckptfmt.commit.waiting import poll
+from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.errors import printable
+from ckptfmt.run.homes import Home, majority_of
+from ckptfmt.run.retention import Retention, tidy_up
+from ckptfmt.saving.handle import SaveHandle
+from ckptfmt.saving.mirrors import Mirrors
+from ckptfmt.store.protocol import Store
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: Time for the rest of the homes once a majority has all commits, in seconds.
+_GRACE_S: Final = 5.0
+
+
+class HomeCopies:
+    """The copies of a launch's commits to the other homes of the run, a thread for each home.
+
+    Args:
+        home: home at which the launch commits.
+        others: the other homes.
+        reports: list to which a sentence is added for each problem.
+    """
+
+    def __init__(self, home: Store, others: Sequence[Home], reports: list[str]) -> None:
+        self._needed_count = majority_of(len(others) + 1) - 1
+        self._copies = [
+            Mirrors(home, [other], reports, opens=Home.open, repeats=True, tidy=self._tidy)
+            for other in others
+        ]
+        self._launch: tuple[RunRecord, Launch, Retention] | None = None
+
+    def begin(self, run: RunRecord, launch: Launch, retention: Retention) -> None:
+        """Start a copy to each home at the begin of a launch.
+
+        The checkpoint from which the launch resumes may be at one home only.
+
+        Args:
+            retention: rule by which checkpoints stay at each home.
+        """
+        self._launch = run, launch, retention
+        for copy in self._copies:
+            copy.start()
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Start copies of the committed checkpoints when a save is committed."""
+        for copy in self._copies:
+            copy.follow(handle)
+
+    def close(self, deadline_s: float) -> None:
+        """Wait until a majority of the homes has all commits, at most until the deadline.
+
+        Homes that are still behind get `_GRACE_S` more, and are reported.
+        """
+        for _ in poll(deadline_s):
+            if sum(not copy.is_behind for copy in self._copies) >= self._needed_count:
+                break
+        end_s = time.monotonic() + min(deadline_s, _GRACE_S)
+        for copy in self._copies:
+            copy.close(max(0.0, end_s - time.monotonic()))
+
+    def _tidy(self, store: Store) -> None:
+        """Retire checkpoints at a home, by the rule of the saves and the records there."""
+        assert self._launch is not None  # noqa: S101
+        run, launch, retention = self._launch
+        _, problem = tidy_up(store, run, launch=launch.launch, retention=retention)
+        if problem:
+            _LOG.warning("%s: %s", printable(store.name), problem)
