@@ -237,7 +237,11 @@ class Checkpointer:
         }
         self._homes = _find_homes(run, options)
         # The home of this launch is chosen at its begin, and this place may be away.
-        self._store = open_store(run, writable=self._homes is None)
+        self._store = (
+            open_store(run, writable=True)
+            if self._homes is None
+            else self._homes.homes[0].open_unasked()
+        )
         self._deadline_s = options.job.deadline_s
         self._cache = options.cache
         self._job = options.job
@@ -1235,7 +1239,7 @@ class Checkpointer:
             after=self.launch.launch,
             signer=self._signer,
             require_signature=self._trust,
-            elect=None if self._homes is None else self._homes.elect,
+            homes=self._homes,
         )
         self._load_taken(taken, snapshots, keeps=keeps, reaches=reaches, reason=reason)
         if self._count.is_under_way:
@@ -1359,7 +1363,7 @@ class Checkpointer:
             on_begun=self._note_begun,
             signer=self._signer,
             require_signature=self._trust,
-            elect=None if self._homes is None else self._homes.elect,
+            homes=self._homes,
         )
         if survivor is None:
             self._adopt(taken)

@@ -40,8 +40,10 @@ _PROFILES: Final = {
 }
 #: The writer feature of a run with deltas.
 REFERENCED: Final = "references"
+#: The writer feature of a run with several homes.
+HOMES: Final = "homes"
 #: All features for a process to know before it writes or deletes in a run.
-WRITER_FEATURES: Final = frozenset({REFERENCED, LABELS})
+WRITER_FEATURES: Final = frozenset({REFERENCED, LABELS, HOMES})
 
 
 def reader_profiles(features: Iterable[str]) -> tuple[str, ...]:

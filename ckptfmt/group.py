@@ -213,14 +213,14 @@ def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
     return err(Code.PEER_FAILED, detail, where=error["where"], remedy=remedy)
 
 
-def check_deadline(deadline_s: float, *, where: str = "deadline_s=") -> None:
+def check_deadline(deadline_s: float) -> None:
     """Refuse a deadline of 0 or less. Raises: StateError(ARGUMENT)."""
     if not deadline_s > 0:
         raise err(
             Code.ARGUMENT,
-            f"{where}{deadline_s!r} isn't a positive time",
-            where=where,
-            remedy=f"Pass a time in seconds, such as {where}60.",
+            f"deadline_s={deadline_s!r} isn't a positive time",
+            where="deadline_s=",
+            remedy="Pass a time in seconds, such as deadline_s=60.",
         )
 
 

@@ -156,7 +156,10 @@ class Homes:
         for place in places:
             Mirror(place)  # checks a place
         object.__setattr__(self, "places", places)
-        check_deadline(self.away_after_s, where="away_after_s=")
+        if not 0 < self.away_after_s <= _AWAY_AFTER_MAX_S:
+            detail = f"away_after_s={self.away_after_s!r} isn't a time of at most a day"
+            remedy = "Pass a time in seconds, such as away_after_s=60."
+            raise err(Code.ARGUMENT, detail, where="away_after_s=", remedy=remedy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +279,8 @@ class Checks:
 
 #: Number of other homes: a majority of three is two, also while one home is away.
 _OTHER_HOMES: Final = 2
+#: Longest time after which a home counts as away, in seconds.
+_AWAY_AFTER_MAX_S: Final = 86_400.0
 
 
 def _as_tuple(given: Iterable[Any], where: str, kind: str) -> tuple[Any, ...]:

@@ -8,12 +8,12 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
 from ckptfmt.documents.manifest import Reference
-from ckptfmt.documents.run import Launch, RunRecord, Vote
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.group import Group, attempt
@@ -35,6 +35,9 @@ from ckptfmt.signing.signer import Signer
 from ckptfmt.signing.trust import Trust
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
+
+if TYPE_CHECKING:
+    from ckptfmt.run.homes import Homes
 
 T = TypeVar("T")
 
@@ -101,7 +104,7 @@ def take_launch(
     on_begun: Callable[[int], None] | None = None,
     signer: Signer | None = None,
     require_signature: Trust | None = None,
-    elect: Callable[[RunRecord, int], Vote] | None = None,
+    homes: Homes | None = None,
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
 
@@ -122,7 +125,8 @@ def take_launch(
         known: number of the newest launch that this process knows; 0 before the first.
         on_begun: called on process 0 with the number of the begun launch.
         signer: signs the saves that are completed from caches.
-        require_signature, elect: see `begin_launch`.
+        require_signature: see `begin_launch`.
+        homes: the homes of the run, entered; None for a run with one home.
 
     Raises: as `Checkpointer.choose`; IntegrityError(NOT_COMMITTED) if processes go on, and there is
         no save to go back to.
@@ -168,7 +172,7 @@ def take_launch(
             after=after,
             on_begun=on_begun,
             require_signature=require_signature,
-            elect=elect,
+            homes=homes,
         ),
     )
     if finish is not None:
@@ -318,14 +322,14 @@ def _begin(
     after: int | None,
     on_begun: Callable[[int], None] | None,
     require_signature: Trust | None,
-    elect: Callable[[RunRecord, int], Vote] | None,
+    homes: Homes | None,
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 
     Args:
         names: names of the checkpoints with files in caches.
         opened: list to which the chosen open checkpoint is added.
-        trusted, after, require_signature, elect: see `take_launch`.
+        trusted, after, require_signature, homes: see `take_launch`.
         on_begun: called with the number of the launch.
     """
     passed_over: list[str] = waited["passed_over"]
@@ -345,7 +349,8 @@ def _begin(
         trusted=trusted,
         after=after,
         require_signature=require_signature,
-        elect=elect,
+        elect=None if homes is None else homes.elect,
+        mend=None if homes is None else homes.mend,
     )
     if on_begun is not None:
         on_begun(launch.launch)

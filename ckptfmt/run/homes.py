@@ -21,7 +21,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from ckptfmt import limits
@@ -38,7 +38,8 @@ from ckptfmt.documents.run import (
     check_run_id,
     launch_name,
 )
-from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.errors import CkptError, Code, StoreError, UnsupportedError, err
+from ckptfmt.features import HOMES
 from ckptfmt.run.lineage import (
     LostLaunch,
     RunEntry,
@@ -46,6 +47,7 @@ from ckptfmt.run.lineage import (
     check_writer_features,
     iter_lineage,
     list_checkpoints,
+    list_launch_numbers,
     list_launches,
     list_places,
     list_vote_numbers,
@@ -53,7 +55,8 @@ from ckptfmt.run.lineage import (
     read_launch,
     read_run,
 )
-from ckptfmt.store import Address, address_of, check_apart, local_path, open_address
+from ckptfmt.run.scrub import scrub_checkpoint
+from ckptfmt.store import Address, LocalStore, address_of, check_apart, local_path, open_address
 from ckptfmt.store.protocol import Store
 
 T = TypeVar("T")
@@ -65,6 +68,12 @@ _PAUSE_MAX_S: Final = 5.0
 _TRIES: Final = 16
 #: Longest pause before the next try, in seconds: launches that begin at once must fall out of step.
 _TRY_PAUSE_S: Final = 0.5
+#: Time after which a save that waits for a copy looks for a newer launch, in seconds: at first, and
+#: at most.
+_SLICE_MIN_S: Final = 2.0
+_SLICE_MAX_S: Final = 30.0
+#: Longest time of a home that answers to list its run, as a multiple of `away_after_s`.
+_LOOK_TIMES: Final = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,15 +98,32 @@ class Home:
             return cls({"url": os.fspath(place)}, os.fspath(place))
         return cls(os.fsencode(os.path.abspath(here)), os.fspath(place))  # noqa: PTH100
 
-    def open(self) -> Store:
-        """Return the store for writing, opened at the first call in this process."""
+    def open(self, *, makes: bool = False) -> Store:
+        """Return the store for writing, opened at the first call in this process.
+
+        Args:
+            makes: whether to make a missing directory. A mount point may be missing, too.
+
+        Raises: StoreError, also for a missing directory.
+        """
         if not isinstance(self.address, bytes | dict):
             return self.address
+        if isinstance(self.address, bytes) and not (makes or os.path.isdir(self.address)):  # noqa: PTH112
+            detail = "the directory is missing; make an empty directory to let it become a home"
+            raise err(Code.STORE_IO, detail, where=self.name)
         key = repr(self.address)
         store = _OPENED.get(key)
         if store is None:
             store = _OPENED[key] = open_address(self.address, writable=True)
         return store
+
+    def open_unasked(self) -> Store:
+        """Return a store for the name alone, without a look at the place."""
+        if isinstance(self.address, bytes):
+            return LocalStore(os.fsdecode(self.address), writable=False)
+        if isinstance(self.address, dict):
+            return open_address(self.address, writable=False)
+        return self.address
 
     @property
     def has_address(self) -> bool:
@@ -107,6 +133,13 @@ class Home:
 
 #: The opened stores, by the text of their addresses.
 _OPENED: Final[dict[str, Store]] = {}
+#: The threads that ask homes, by the home's name, and the largest number of them for one home.
+_ASKING: Final[dict[str, list[threading.Thread]]] = {}
+_ASKING_LOCK: Final = threading.Lock()
+_ASKING_COUNT: Final = 8
+#: Codes of errors that no majority overrules: the homes aren't homes of one run, or a newer launch
+#: has begun.
+_FATAL: Final = frozenset({Code.RUN_MISMATCH, Code.HOMES_DIVERGED, Code.ARGUMENT, Code.FENCED})
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,40 +164,43 @@ def ask(
 ) -> Answers[T]:
     """Ask several homes at once, and again after a StoreError, until all have answered.
 
+    A home with damaged documents has no answer either: a majority without damage goes on.
+
     Args:
         homes: homes by their numbers.
         question: called with the store of each home, in a thread of the home.
         deadline_s: longest wait in seconds. A home without an answer by then is away.
         is_enough: whether the answers so far are enough, so that the rest isn't waited for.
 
-    Raises: any other error of the question.
+    Raises: errors of `_FATAL`; any other exception than a CkptError.
     """
     told: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
     end_s = time.monotonic() + deadline_s
+    is_over = threading.Event()
     for number, home in homes.items():
-        # A daemon: a request to an unresponsive store may take minutes.
-        tell = functools.partial(_tell, told, number)
-        threading.Thread(
-            target=_keep_asking,
-            args=(home, question, end_s, tell),
-            name="ckptfmt-home",
-            daemon=True,
-        ).start()
+        _start_asking(home, question, end_s, is_over, functools.partial(_tell, told, number))
     answers: Answers[T] = Answers()
-    while len(answers.values) < len(homes) and not is_enough(answers.values):
-        try:
-            number, value, error = told.get(timeout=max(0.0, end_s - time.monotonic()))
-        except queue.Empty:
-            break
-        if isinstance(error, StoreError):
+    final: set[int] = set()
+    try:
+        while len(final) < len(homes) and not is_enough(answers.values):
+            try:
+                number, value, error = told.get(timeout=max(0.0, end_s - time.monotonic()))
+            except queue.Empty:
+                break
+            if error is None:
+                answers.errors.pop(number, None)
+                answers.values[number] = value  # type: ignore[assignment]
+                final.add(number)
+                continue
+            if not isinstance(error, CkptError):
+                raise error
+            if error.code in _FATAL or isinstance(error, UnsupportedError):
+                raise error if error.code == Code.FENCED else error.below(homes[number].name)
             answers.errors[number] = error
-        elif isinstance(error, CkptError):
-            raise error.below(homes[number].name)
-        elif error is not None:
-            raise error
-        else:
-            answers.errors.pop(number, None)
-            answers.values[number] = value  # type: ignore[assignment]
+            if not isinstance(error, StoreError):
+                final.add(number)
+    finally:
+        is_over.set()
     return answers
 
 
@@ -177,10 +213,36 @@ def _tell(
     told.put((number, value, error))
 
 
+def _start_asking(
+    home: Home,
+    question: Callable[[Store], T],
+    end_s: float,
+    is_over: threading.Event,
+    tell: Callable[[T | None, BaseException | None], None],
+) -> None:
+    """Ask a home in a thread, unless earlier questions to the home hang in their threads."""
+    with _ASKING_LOCK:
+        threads = _ASKING.setdefault(home.name, [])
+        threads[:] = [thread for thread in threads if thread.is_alive()]
+        if len(threads) >= _ASKING_COUNT:
+            tell(None, err(Code.STORE_NO_ANSWER, "earlier requests have no answer yet"))
+            return
+        # A daemon: a request to an unresponsive store may take minutes.
+        thread = threading.Thread(
+            target=_keep_asking,
+            args=(home, question, end_s, is_over, tell),
+            name="ckptfmt-home",
+            daemon=True,
+        )
+        thread.start()
+        threads.append(thread)
+
+
 def _keep_asking(
     home: Home,
     question: Callable[[Store], T],
     end_s: float,
+    is_over: threading.Event,
     tell: Callable[[T | None, BaseException | None], None],
 ) -> None:
     """Ask a home until it answers or the time is over; every error is told."""
@@ -195,7 +257,8 @@ def _keep_asking(
         else:
             tell(value, None)
             return
-        time.sleep(pause_s)
+        if is_over.wait(pause_s):
+            return
         pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
 
@@ -232,7 +295,13 @@ class OtherHomes:
         return cls(homes=homes, away_after_s=float(value["away_after_s"]))
 
     def await_copy(
-        self, home: Store, launch: int, *, deadline_s: float, gives_up: threading.Event
+        self,
+        home: Store,
+        run_id: str,
+        launch: int,
+        *,
+        deadline_s: float,
+        gives_up: threading.Event,
     ) -> None:
         """Wait until a majority of the homes has the save before the next commit of a launch.
 
@@ -241,28 +310,42 @@ class OtherHomes:
             deadline_s: longest wait in seconds.
             gives_up: ends the wait when set, as nobody copies any more.
 
-        Raises: StoreError(HOME_BEHIND). Spec: REQ-RUN-068.
+        Raises: StoreError(HOME_BEHIND); FencedError(FENCED). Spec: REQ-RUN-068.
         """
         before = find_previous(home, launch)
         if before is None:
             return
         needed_count = majority_of(len(self.homes) + 1) - 1
-        homes = dict(enumerate(self.homes))
+        end_s = time.monotonic() + deadline_s
+        slice_s = _SLICE_MIN_S
+        while True:
+            is_over = threading.Event()
+            slice_s = min(slice_s, max(0.0, end_s - time.monotonic()))
 
-        def is_enough(values: Mapping[int, bool]) -> bool:
-            return sum(values.values()) >= needed_count
+            def question(
+                store: Store, is_over: threading.Event = is_over, slice_s: float = slice_s
+            ) -> bool:
+                for _ in poll(slice_s, pause_max_s=1.0):
+                    if _has(store, run_id, before):
+                        return True
+                    if is_over.is_set() or gives_up.is_set():
+                        break
+                return False
 
-        for _ in poll(deadline_s, pause_max_s=1.0):
+            def is_enough(values: Mapping[int, bool]) -> bool:
+                return sum(values.values()) >= needed_count
+
             answers = ask(
-                homes,
-                lambda store: _has(store, before),
-                deadline_s=self.away_after_s,
-                is_enough=is_enough,
+                dict(enumerate(self.homes)), question, deadline_s=slice_s, is_enough=is_enough
             )
+            is_over.set()
             if is_enough(answers.values):
                 return
-            if gives_up.is_set():
+            with contextlib.suppress(StoreError):  # a newer launch is why nobody copies
+                self.confirm(home, run_id, launch)
+            if gives_up.is_set() or time.monotonic() >= end_s:
                 break
+            slice_s = min(4 * max(slice_s, _SLICE_MIN_S), _SLICE_MAX_S)
         raise err(
             Code.HOME_BEHIND,
             f"{before.name} isn't at another home yet, and a commit before that could lose two"
@@ -271,7 +354,7 @@ class OtherHomes:
             requirement="REQ-RUN-068",
         )
 
-    def confirm(self, home: Store, launch: int) -> None:
+    def confirm(self, home: Store, run_id: str, launch: int) -> None:
         """Check that no newer launch may have the votes of a majority.
 
         Called after a commit at `home`: the commit counts only if this method returns.
@@ -279,50 +362,112 @@ class OtherHomes:
         Raises: FencedError(FENCED); StoreError(HOMES_AWAY). Spec: REQ-RUN-067.
         """
         homes = dict(enumerate((Home(home, home.name), *self.homes)))
-        count = len(homes)
-
-        def question(store: Store) -> dict[int, str]:
-            newer = [number for number in list_vote_numbers(store) if number > launch]
-            return {number: read_vote(store, number).nonce for number in newer}
-
-        def is_enough(values: Mapping[int, dict[int, str]]) -> bool:
-            if len(values) < majority_of(count):
-                return False
-            return _find_overruling(values.values(), count) is None
-
-        answers = ask(homes, question, deadline_s=self.away_after_s, is_enough=is_enough)
-        if len(answers.values) < majority_of(count):
-            raise _homes_away(homes, answers, "REQ-RUN-067")
-        newest = _find_overruling(answers.values.values(), count)
-        if newest is not None:
-            raise err(
-                Code.FENCED,
-                f"launch {newest} has taken over from launch {launch}, at another home",
-                where=f"{VOTES}/{launch_name(newest)}",
-                requirement="REQ-RUN-067",
-            )
+        check_votes(
+            homes, run_id, launch, None, deadline_s=self.away_after_s, requirement="REQ-RUN-067"
+        )
 
 
-def _find_overruling(seen: Iterable[Mapping[int, str]], count: int) -> int | None:
-    """Return a newer launch that may have the votes of a majority; None without one.
+def check_votes(
+    homes: Mapping[int, Home],
+    run_id: str,
+    after: int,
+    before: int | None,
+    *,
+    deadline_s: float,
+    requirement: str,
+) -> None:
+    """Check that no launch between two launches may have the votes of a majority.
 
     Args:
-        seen: numbers and nonces of the votes at each home that answered.
-        count: number of homes.
+        after, before: numbers of the launches; None for no launch behind.
+        deadline_s: longest wait for a home in seconds.
+
+    Raises: FencedError(FENCED); StoreError(HOMES_AWAY).
     """
-    answers = list(seen)
-    votes = collections.Counter(vote for answer in answers for vote in answer.items())
-    unseen_count = count - len(answers)
-    # A home without an answer may have voted for any launch, also for one that no other home knows.
-    # Such a launch needs the votes of a majority, and so of a home that answered.
-    return max(
-        (
+    count = len(homes)
+
+    def question(store: Store) -> dict[int, str]:
+        _check_member(store, run_id)
+        between = [
             number
-            for (number, _), vote_count in votes.items()
-            if vote_count + unseen_count >= majority_of(count)
-        ),
-        default=None,
+            for number in list_vote_numbers(store)
+            if number > after and (before is None or number < before)
+        ]
+        # A launch with a record has had the votes of a majority.
+        begun = set(between).intersection(list_launch_numbers(store) if between else ())
+        if begun:
+            raise _overruled(after, max(begun), requirement)
+        return {number: _nonce_of(store, number) for number in between}
+
+    def is_enough(values: Mapping[int, dict[int, str]]) -> bool:
+        if len(values) < majority_of(count):
+            return False
+        return _find_overruling(values.values(), count, count - len(values)) is None
+
+    answers = ask(homes, question, deadline_s=deadline_s, is_enough=is_enough)
+    if len(answers.values) < majority_of(count):
+        raise _homes_away(homes, answers, requirement)
+    newest = _find_overruling(answers.values.values(), count, 0)
+    if newest is not None:
+        raise _overruled(after, newest, requirement)
+    if not is_enough(answers.values):  # a home that is away may have the deciding vote
+        raise _homes_away(homes, answers, requirement)
+
+
+def _overruled(launch: int, newest: int, requirement: str) -> CkptError:
+    return err(
+        Code.FENCED,
+        f"launch {newest} has taken over from launch {launch}, at another home",
+        where=f"{VOTES}/{launch_name(newest)}",
+        requirement=requirement,
     )
+
+
+def _find_overruling(
+    seen: Iterable[Mapping[int, str]], count: int, unseen_count: int
+) -> int | None:
+    """Return the newest launch with the votes of a majority, some of which may be unseen; or None.
+
+    A launch without a vote at the homes that answered has no majority.
+
+    Args:
+        seen: numbers and nonces of the votes at each home that answered. An unreadable vote has an
+            empty nonce, and counts for each launch of its number.
+        count: number of homes.
+        unseen_count: number of votes that may be added to those seen.
+    """
+    votes: dict[int, collections.Counter[str]] = {}
+    for answer in seen:
+        for number, nonce in answer.items():
+            votes.setdefault(number, collections.Counter())[nonce] += 1
+    found = []
+    for number, nonces in votes.items():
+        unread_count = nonces.pop("", 0)
+        most = max(nonces.values(), default=0)
+        if most + unread_count + unseen_count >= majority_of(count):
+            found.append(number)
+    return max(found, default=None)
+
+
+def _nonce_of(store: Store, number: int) -> str:
+    """Return the nonce of a vote; an empty text for an unreadable vote."""
+    try:
+        return read_vote(store, number).nonce
+    except StoreError:
+        raise
+    except CkptError:
+        return ""
+
+
+def _check_member(store: Store, run_id: str) -> None:
+    """Raise unless the store is a home of a run: a place without the run knows nothing of it.
+
+    Raises: IntegrityError(FILE_MISSING); FormatError(RUN_MISMATCH). Spec: REQ-RUN-070.
+    """
+    run = read_run(store)
+    if run is None:
+        raise err(Code.FILE_MISSING, "no run is here yet", where=RUN_NAME)
+    check_run_id(run_id, run.run_id, RUN_NAME)
 
 
 def find_previous(home: Store, launch: int) -> Reference | None:
@@ -336,10 +481,10 @@ def find_previous(home: Store, launch: int) -> Reference | None:
     return read_launch(home, launch).resume_from
 
 
-def _has(store: Store, reference: Reference) -> bool:
+def _has(store: Store, run_id: str, reference: Reference) -> bool:
+    """Return whether a home has a checkpoint; a home that has retired it would lose it."""
+    _check_member(store, run_id)
     register = read_register(store.at(reference.name))
-    if isinstance(register, Tombstone):
-        return register.manifest_digest == reference.digest
     return isinstance(register, Manifest) and register.digest == reference.digest
 
 
@@ -356,7 +501,9 @@ def _cast(store: Store, vote: Vote) -> int:
     """Vote for a launch at a home.
 
     Returns: 0, or the number of the newest launch with a vote, if another launch has this number.
+    Raises: as `_check_member`; StoreError.
     """
+    _check_member(store, vote.run_id)
     try:
         create_once(store, vote.path, content=vote.dump())
     except CkptError as error:
@@ -375,22 +522,28 @@ class _View:
     """The contents of a home.
 
     Attributes:
-        run: the run's record; None at a place that isn't a home of the run yet.
+        run: the run's record.
         launches, entries: see `list_launches` and `list_checkpoints`.
         newest: greatest number of a launch with a vote, a record or a checkpoint; 0 for none.
     """
 
-    run: RunRecord | None
+    run: RunRecord
     launches: list[Launch | LostLaunch]
     entries: list[RunEntry]
     newest: int
 
 
-def _look(store: Store) -> _View:
+def _probe(store: Store) -> None:
+    """Find out whether a home answers."""
+    store.list_names(VOTES)
+
+
+def _look(store: Store) -> _View | None:
+    """Return the contents of a home; None at a place without the run."""
     newest = max(list_vote_numbers(store), default=0)
     run = read_run(store)
     if run is None:
-        return _View(None, [], [], newest)
+        return None
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, with_labels=False)
     check_records(store, entries)
@@ -424,8 +577,12 @@ class Homes:
         self._away_after_s = away_after_s
         self._majority = majority_of(len(homes))
         self._by_number = dict(enumerate(self.homes))
-        #: The votes for the next launch, if a majority has voted.
+        #: The votes for the next launch, with a look at the homes behind them.
         self._vote: Vote | None = None
+        #: Number of the last launch of this process that got votes.
+        self._mine = 0
+        #: The home of the launch, and the other homes that answered at its begin.
+        self._sources: list[Home] = []
 
     def beside(self, number: int) -> OtherHomes:
         """Return the homes except one."""
@@ -442,126 +599,201 @@ class Homes:
             writer_features: writer features of a new run.
             wait_s: longest wait for the saves of living savers, in seconds.
 
-        Raises: StoreError(HOMES_AWAY); CommitError(HOMES_DIVERGED); errors of the homes' documents.
-        Spec: REQ-RUN-066, REQ-RUN-069.
+        Raises: StoreError(HOMES_AWAY, HOME_BEHIND); CommitError(HOMES_DIVERGED). Spec: REQ-RUN-066,
+            REQ-RUN-069.
         """
-        answers = self._ask_all(_look)
-        check_apart([self.homes[number].open() for number in answers.values])
-        run = self._find_run(answers.values, writer_features)
+        alive = ask(self._by_number, _probe, deadline_s=self._away_after_s)
+        first = self._look(alive.values)
+        if not any(first.values.values()):
+            self._found(alive, writer_features)
+            first = self._look(alive.values)
+        run, members = self._find_run(first)
+        errors = {**alive.errors, **first.errors}
         reports = [
-            f"HOMES_AWAY: {self.homes[number].name} doesn't answer: {error.detail}"
-            for number, error in sorted(_errors_of(self.homes, answers).items())
+            f"HOMES_AWAY: {self.homes[number].name} is away: {error.code}: {error.detail}"
+            for number, error in sorted(_errors_of(self.homes, first.values, errors).items())
         ]
-        for number in sorted(answers.values):
-            with contextlib.suppress(StoreError):  # the next look finds out whether it is away
-                held = wait_for_savers(self.homes[number].open(), deadline_s=wait_s)
-                if held:
-                    reports.append(
-                        f"the saves of {describe_savers(held)} weren't committed in time"
-                    )
-        self._vote = self._collect(run.run_id, max(one.newest for one in answers.values.values()))
-        # A newer launch sees each commit that was confirmed before these votes.
-        looked = self._ask_all(_look, of=answers.values)
-        views = {number: view for number, view in looked.values.items() if view.run is not None}
-        if len(views) < self._majority and len(looked.values) < len(self.homes):
-            raise _homes_away(self._by_number, looked, "REQ-RUN-066")
+        reports += [
+            f"HOME_BEHIND: {self.homes[number].name} is empty, and gets a copy of the run"
+            for number, view in sorted(first.values.items())
+            if view is None
+        ]
+        held = ask(
+            {number: self.homes[number] for number in members},
+            lambda store: wait_for_savers(store, deadline_s=wait_s),
+            deadline_s=wait_s + self._away_after_s,
+        )
+        reports += [
+            f"the saves of {describe_savers(names)} weren't committed in time"
+            for names in held.values.values()
+            if names
+        ]
+        known = max(view.newest for view in members.values())
+        while True:
+            vote = self._collect(run.run_id, known)
+            # A newer launch sees each commit that was confirmed before these votes.
+            looked = self._look(members)
+            views = {number: view for number, view in looked.values.items() if view is not None}
+            if len(views) < self._majority:
+                raise _homes_away(self._by_number, looked, "REQ-RUN-066")
+            known = max(view.newest for view in views.values())
+            if known <= vote.launch:
+                break
         launches, entries = _unite(views, self.homes)
         number = _choose(views, launches, entries, resume)
+        if resume not in ("auto", "fresh"):
+            self._check_kept(views, resume)
         self._bring_records(number, views, launches)
-        if number != min(views):
+        if number != min(first.values):
             reports.append(
                 f"HOME_BEHIND: the launch goes on at {self.homes[number].name}, which has the"
                 " newest checkpoint"
             )
+        self._vote = vote
+        self._mine = vote.launch
+        others = [self.homes[other] for other in views if other != number]
+        self._sources = [self.homes[number], *others]
         return Entry(number, tuple(reports))
+
+    def _check_kept(self, views: Mapping[int, _View], wanted: str) -> None:
+        """Refuse a checkpoint that too many homes have retired: no majority can have it again.
+
+        Raises: StoreError(HOME_BEHIND). Spec: REQ-RUN-068.
+        """
+        retired = [
+            self.homes[number].name
+            for number, view in views.items()
+            for entry in view.entries
+            if wanted in (entry.name, _digest_of(entry)) and isinstance(entry.register, Tombstone)
+        ]
+        if len(self.homes) - len(retired) < self._majority:
+            raise err(
+                Code.HOME_BEHIND,
+                f"{wanted} is retired at {', '.join(retired)}, and would be lost with one home",
+                where=self.homes[0].name,
+                requirement="REQ-RUN-068",
+                remedy="Choose a checkpoint that a majority of the homes has: `ckptfmt ls`.",
+            )
 
     def elect(self, run: RunRecord, known: int) -> Vote:
         """Return the votes of a majority for the next launch: those of `enter`, else new ones.
+
+        New votes are for a launch behind the last launch of this process, at the same home.
 
         Args:
             run: record of the run.
             known: the greatest known number of a launch.
 
-        Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-066.
+        Raises: FencedError(FENCED) if another launch came between; StoreError(HOMES_AWAY). Spec:
+            REQ-RUN-066.
         """
         vote = self._vote
         self._vote = None
-        return vote or self._collect(run.run_id, known)
+        if vote is None:
+            vote = self._collect(run.run_id, known)
+            check_votes(
+                self._by_number,
+                run.run_id,
+                self._mine,
+                vote.launch,
+                deadline_s=self._away_after_s,
+                requirement="REQ-RUN-066",
+            )
+            self._mine = vote.launch
+        return vote
 
-    def _ask_all(
-        self, question: Callable[[Store], T], *, of: Iterable[int] | None = None
-    ) -> Answers[T]:
-        """Ask all homes, or the homes of these numbers; a majority must answer."""
-        homes = self._by_number
-        asked = homes if of is None else {number: homes[number] for number in of}
-        answers = ask(asked, question, deadline_s=self._away_after_s)
+    def mend(self, name: str) -> None:
+        """Repair a damaged checkpoint at the home of the launch, from another home's copy.
+
+        Raises: errors of the homes.
+        """
+        home, *others = (source.open().at(name) for source in self._sources)
+        copies = [other for other in others if isinstance(read_register(other), Manifest)]
+        scrub_checkpoint([home, *copies])
+
+    def _look(self, of: Iterable[int]) -> Answers[_View | None]:
+        """Look at homes that have answered; a majority must answer."""
+        asked = {number: self.homes[number] for number in of}
+        answers = ask(asked, _look, deadline_s=self._away_after_s * _LOOK_TIMES)
         if len(answers.values) < self._majority:
-            raise _homes_away(homes, answers, "REQ-RUN-066")
+            raise _homes_away(self._by_number, answers, "REQ-RUN-066")
+        check_apart([self.homes[number].open() for number in answers.values])
         return answers
 
-    def _find_run(self, views: Mapping[int, _View], writer_features: Sequence[str]) -> RunRecord:
-        """Return the record of the run, and make a place without files a home.
+    def _found(self, alive: Answers[None], writer_features: Sequence[str]) -> None:
+        """Found a run at all homes: none of them has a run.
 
-        A new place becomes a home only while all homes answer: a majority of new places may know
-        nothing of the run.
-
-        Raises: FormatError(RUN_MISMATCH); StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
+        Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
         """
-        members = {number: view for number, view in views.items() if view.run is not None}
-        if len(members) < self._majority and len(views) < len(self.homes):
-            missing = [self.homes[number].name for number in views if number not in members]
+        if len(alive.values) < len(self.homes):
+            raise _homes_away(
+                self._by_number, alive, "REQ-RUN-070", remedy="Start once while all homes answer."
+            )
+        features = (HOMES, *writer_features)
+        run = open_run(self.homes[0].open(), writer_features=features)
+        for home in self.homes[1:]:
+            create_once(home.open(), RUN_NAME, content=run.dump())
+            home.open().sync("")
+
+    def _find_run(self, looked: Answers[_View | None]) -> tuple[RunRecord, dict[int, _View]]:
+        """Return the record of the run, and the contents of the homes that have the run.
+
+        Raises: FormatError(RUN_MISMATCH); UnsupportedError; StoreError(HOMES_AWAY). Spec:
+            REQ-RUN-070.
+        """
+        members = {number: view for number, view in looked.values.items() if view is not None}
+        is_new = not any(view.newest for view in members.values())
+        if len(members) < self._majority and is_new and len(looked.values) == len(self.homes):
+            # The process that founded the run ended in between.
+            run = members[min(members)].run
+            for number in looked.values.keys() - members.keys():
+                create_once(self.homes[number].open(), RUN_NAME, content=run.dump())
+                self.homes[number].open().sync("")
+                members[number] = _View(run, [], [], 0)
+        if len(members) < self._majority:
+            empty = [self.homes[number].name for number in looked.values if number not in members]
+            source = self.homes[min(members)].name
             raise err(
                 Code.HOMES_AWAY,
-                f"{', '.join(missing)} has no run yet, and not all homes answer",
-                where=self.homes[0].name,
+                f"{', '.join(empty)} has no copy of the run, and only a majority with the run"
+                " decides",
+                where=source,
                 requirement="REQ-RUN-070",
-                remedy="Start once while all homes answer.",
+                remedy=f"If the other homes are lost for good, copy the run first:"
+                f" `ckptfmt mirror {source} {empty[0] if empty else 'PLACE'}`.",
             )
-        if members:
-            number = min(members)
-            run = members[number].run
-            assert run is not None  # noqa: S101
-            for other, view in members.items():
-                found = None if view.run is None else view.run.run_id
-                where = f"{self.homes[other].name}/{RUN_NAME}"
-                check_run_id(run.run_id, found, where)
-            check_writer_features(run)
-            if any(view.launches or view.entries for view in members.values()):
-                return run  # a new home gets the record with its first checkpoint
-        else:
-            number = min(views)
-            run = open_run(self.homes[number].open(), writer_features=writer_features)
-        content = self.homes[number].open().read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES)
-        for other in views:
-            if other not in members and other != number:
-                create_once(self.homes[other].open(), RUN_NAME, content=content)
-                self.homes[other].open().sync("")
-        return run
+        run = members[min(members)].run
+        for number, view in members.items():
+            check_run_id(run.run_id, view.run.run_id, f"{self.homes[number].name}/{RUN_NAME}")
+        check_writer_features(run)
+        return run, members
 
     def _collect(self, run_id: str, known: int) -> Vote:
         """Return the votes of a majority for a launch with a number above `known`."""
-        homes = self._by_number
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(random.uniform(0.0, _TRY_PAUSE_S))  # noqa: S311
             vote = Vote(run_id=run_id, launch=known + 1, nonce=secrets.token_hex(16))
 
-            def is_enough(values: Mapping[int, int]) -> bool:
+            def is_won(values: Mapping[int, int]) -> bool:
                 return list(values.values()).count(0) >= self._majority
 
+            def is_enough(values: Mapping[int, int]) -> bool:
+                return is_won(values) or (len(values) >= self._majority and any(values.values()))
+
             answers = ask(
-                homes,
+                self._by_number,
                 lambda store: _cast(store, vote),  # noqa: B023
                 deadline_s=self._away_after_s,
                 is_enough=is_enough,
             )
-            if is_enough(answers.values):
+            if is_won(answers.values):
                 return vote
             if len(answers.values) < self._majority:
-                raise _homes_away(homes, answers, "REQ-RUN-066")
+                raise _homes_away(self._by_number, answers, "REQ-RUN-066")
             known = max(vote.launch, *answers.values.values())
         detail = f"{_TRIES} times other launches began at the same moment"
-        raise err(Code.HOMES_AWAY, detail, where=homes[0].name, requirement="REQ-RUN-066")
+        raise err(Code.HOMES_AWAY, detail, where=self.homes[0].name, requirement="REQ-RUN-066")
 
     def _bring_records(
         self, number: int, views: Mapping[int, _View], launches: Sequence[Launch | LostLaunch]
@@ -581,24 +813,35 @@ class Homes:
                 continue
             path = f"{LAUNCHES}/{launch_name(launch.launch)}"
             source = next(one for one, view in views.items() if launch in view.launches)
-            content = self.homes[source].open().read(path, limit_nbytes=limits.JSON_NBYTES)
-            if Launch.parse(content, where=path) == launch:
+            read = ask(
+                {source: self.homes[source]},
+                lambda store: store.read(path, limit_nbytes=limits.JSON_NBYTES),  # noqa: B023
+                deadline_s=self._away_after_s,
+            )
+            content = read.values.get(source)
+            if content is not None and Launch.parse(content, where=path) == launch:
                 create_once(home, path, content=content)
                 home.sync(LAUNCHES)
 
 
-def _errors_of(homes: Sequence[Home], answers: Answers[Any]) -> dict[int, CkptError]:
+def _errors_of(
+    homes: Sequence[Home], answered: Container[int], errors: Mapping[int, CkptError]
+) -> dict[int, CkptError]:
     """Return the error of each home without an answer."""
     silent = err(Code.STORE_NO_ANSWER, "no answer in time")
     return {
-        number: answers.errors.get(number, silent)
-        for number in range(len(homes))
-        if number not in answers.values
+        number: errors.get(number, silent) for number in range(len(homes)) if number not in answered
     }
 
 
-def _homes_away(homes: Mapping[int, Home], answers: Answers[Any], requirement: str) -> CkptError:
-    errors = _errors_of(list(homes.values()), answers)
+def _homes_away(
+    homes: Mapping[int, Home],
+    answers: Answers[Any],
+    requirement: str,
+    *,
+    remedy: str | None = None,
+) -> CkptError:
+    errors = _errors_of(list(homes.values()), answers.values, answers.errors)
     told = "; ".join(f"{homes[number].name}: {error.detail}" for number, error in errors.items())
     count = len(homes) - len(errors)
     return err(
@@ -606,6 +849,7 @@ def _homes_away(homes: Mapping[int, Home], answers: Answers[Any], requirement: s
         f"{count} of {len(homes)} homes answer, and {majority_of(len(homes))} are needed: {told}",
         where=homes[0].name,
         requirement=requirement,
+        remedy=remedy,
     )
 
 

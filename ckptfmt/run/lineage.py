@@ -41,7 +41,7 @@ from ckptfmt.documents.run import (
     parse_launch_name,
 )
 from ckptfmt.errors import CkptError, Code, StoreError, UnsupportedError, err
-from ckptfmt.features import WRITER_FEATURES
+from ckptfmt.features import HOMES, WRITER_FEATURES
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_loadable
@@ -293,7 +293,10 @@ def list_vote_numbers(store: Store) -> list[int]:
 
     A run with one home has no votes. Spec: REQ-RUN-065.
     """
-    numbers = (parse_launch_name(name) for name in store.list_names(VOTES))
+    names = set(store.list_names(VOTES))
+    if store.is_remote:  # a damaged network answer may look like a shorter listing
+        names.update(store.list_names(VOTES))
+    numbers = map(parse_launch_name, names)
     return sorted(number for number in numbers if number is not None)
 
 
@@ -549,6 +552,7 @@ def begin_launch(
     after: int | None = None,
     require_signature: Trust | None = None,
     elect: Callable[[RunRecord, int], Vote] | None = None,
+    mend: Callable[[str], None] | None = None,
 ) -> tuple[Launch, Checkpoint | None]:
     """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
 
@@ -564,6 +568,7 @@ def begin_launch(
             checkpoint takes the place of an unsigned one. Attempts in `trusted` aren't checked.
         elect: returns the votes of a majority of the homes, given the run and the greatest known
             number of a launch; None for a run with one home. See `ckptfmt.run.homes`.
+        mend: repairs a damaged candidate, given its name, from other homes; None without any.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
         the caller to load and close. None instead of a checkpoint after a fresh start.
@@ -578,8 +583,9 @@ def begin_launch(
         on_progress=on_progress,
         trusted=trusted,
         require_signature=require_signature,
+        mend=mend,
     )
-    if elect is None and list_vote_numbers(store):
+    if elect is None and HOMES in run.writer_features:
         raise err(
             Code.ARGUMENT,
             "the run has several homes, and a launch needs the votes of a majority",
@@ -899,8 +905,11 @@ def _open_valid(
     on_progress: Callable[[int], None] | None,
     trusted: Container[str],
     require_signature: Trust | None,
+    mend: Callable[[str], None] | None = None,
 ) -> Checkpoint | CkptError:
     """Return a candidate, open, after a check of every byte for a load; or the first error.
+
+    A damaged candidate is repaired by `mend`, if given, and checked again.
 
     Of an attempt in `trusted`, only the documents are checked.
     Damage comes before unknown features: only an undamaged candidate is refused for a feature.
@@ -924,7 +933,25 @@ def _open_valid(
     if checkpoint is not None and not report.violations:
         return checkpoint
     damages = (error for error in report.violations if not isinstance(error, UnsupportedError))
-    return next(damages, report.violations[0])
+    damage = next(damages, None)
+    if damage is None:
+        return report.violations[0]
+    return damage if mend is None else _open_mended(store, entry, damage, mend, on_progress)
+
+
+def _open_mended(
+    store: Store,
+    entry: RunEntry,
+    damage: CkptError,
+    mend: Callable[[str], None],
+    on_progress: Callable[[int], None] | None,
+) -> Checkpoint | CkptError:
+    """Return a candidate, open, after a repair from other homes; else the damage."""
+    try:
+        mend(entry.name)
+    except CkptError:
+        return damage
+    return _open_valid(store, entry, on_progress=on_progress, trusted=(), require_signature=None)
 
 
 def _name_in_run(manifest: Manifest) -> Reference:

@@ -57,7 +57,6 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launch_numbers,
     list_launches,
-    list_vote_numbers,
     read_known_run,
     read_run,
 )
@@ -140,6 +139,7 @@ def mirror_run(
     mirror: Store,
     *,
     retire: bool = False,
+    are_homes: bool = False,
     on_progress: Callable[[int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> MirrorReport:
@@ -153,6 +153,7 @@ def mirror_run(
         mirror: rooted at the copy.
         retire: whether to retire at the mirror the checkpoints retired at home; else the mirror
             keeps them.
+        are_homes: see `check_same_history`.
         on_progress: called with the number of bytes just compared and written, by several threads,
             but never at the same time.
         stop: an event to end the copy soon.
@@ -162,7 +163,8 @@ def mirror_run(
         StateError(ARGUMENT) where the stores are nested.
     """
     check_apart([home, mirror])
-    return _Mirroring(home, mirror, on_progress, stop or threading.Event()).run(retire=retire)
+    copying = _Mirroring(home, mirror, on_progress, stop or threading.Event(), are_homes=are_homes)
+    return copying.run(retire=retire)
 
 
 def follow_run(
@@ -335,9 +337,12 @@ class _Mirroring:
         mirror: Store,
         on_progress: Callable[[int], None] | None,
         stop: threading.Event,
+        *,
+        are_homes: bool = False,
     ) -> None:
         self._home = home
         self._mirror = mirror
+        self._are_homes = are_homes
         self._on_progress = on_progress
         self._stop = stop
         self._lock = threading.Lock()  # guards the count of bytes, and calls of on_progress
@@ -430,7 +435,7 @@ class _Mirroring:
             (launches, entries),
             (there, there_entries),
             (self._home.name, self._mirror.name),
-            are_homes=bool(list_vote_numbers(self._home)),
+            are_homes=self._are_homes,
         )
         self._there = {entry.name: entry for entry in there_entries}
         return record is None, there

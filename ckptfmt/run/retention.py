@@ -481,6 +481,7 @@ def clean_up(
     retention: Retention = KEEP_ALL,
     known: Known | None = None,
     staying: Container[str] = (),
+    aborts: bool = True,
     on_problem: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Retire checkpoints, abort unfinished saves of older launches, finish interrupted clean-ups.
@@ -492,6 +493,8 @@ def clean_up(
         retention: the rules for committed checkpoints.
         known: documents parsed before.
         staying: names of checkpoints to keep in any case.
+        aborts: whether to abort unfinished saves. An unfinished directory at another home of the
+            run is a copy in progress.
         on_problem: called with a sentence where no checkpoint can go for lack of a metric, now and
             then.
 
@@ -531,7 +534,9 @@ def clean_up(
         if is_shared and going
         else _retire(store, going)
     )
-    abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
+    abandoned: set[str] = set()
+    if aborts:
+        abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
     for entry in entries:
         if entry.name in abandoned:
             reason = f"unfinished when launch {launch} cleaned up"
@@ -963,8 +968,12 @@ def tidy_up(
     launch: int,
     retention: Retention,
     known: Known | None = None,
+    aborts: bool = True,
 ) -> tuple[list[str], str]:
     """Clean up after a committed save; an error is returned as a text, without failing the save.
+
+    Args:
+        launch, retention, known, aborts: see `clean_up`.
 
     Returns: the names of the directories retired or aborted; a text about problems, or an empty
         text.
@@ -972,7 +981,13 @@ def tidy_up(
     problems: list[str] = []
     try:
         removed = clean_up(
-            store, run, launch=launch, retention=retention, known=known, on_problem=problems.append
+            store,
+            run,
+            launch=launch,
+            retention=retention,
+            known=known,
+            aborts=aborts,
+            on_problem=problems.append,
         )
     except CkptError as error:
         return [], f"clean-up stopped: {error}"

@@ -301,19 +301,21 @@ class SaveJob:
         if save.others is not None and save.run is not None and save.writer == 0:
             save.others.await_copy(
                 save.run,
+                save.origin.run_id or "",
                 save.origin.launch or 0,
                 deadline_s=save.deadline_s,
                 gives_up=self._gives_up,
             )
 
     def confirm(self) -> None:
-        """Check as writer 0 that no launch has taken over at another home.
+        """Check that no launch has taken over at another home.
 
         Raises: FencedError(FENCED); StoreError(HOMES_AWAY). Spec: REQ-RUN-067.
         """
         save = self.save
-        if save.others is not None and save.run is not None and save.writer == 0:
-            save.others.confirm(save.run, save.origin.launch or 0)
+        if save.others is not None and save.run is not None:
+            origin = save.origin
+            save.others.confirm(save.run, origin.run_id or "", origin.launch or 0)
 
     def decide(self, *, part_digests: Sequence[str] | None = None) -> Manifest:
         """Commit the attempt as writer 0, or wait for the decision as another writer.
@@ -407,11 +409,21 @@ class SaveJob:
         found = as_ckpt_error(error)
         if save.run is not None:
             found = explain_no_space(found, save.run, save.retention)
+            if found.code == Code.FILE_MISSING:
+                found = self._find_fence(save.run) or found
         elif found.code == Code.FILE_MISSING and not save.replace:
             found = self._find_winner() or found
         if not self._is_committed:
             tell_failure(save.store, save.origin, save.writer, found)
         return found
+
+    def _find_fence(self, run: Store) -> CkptError | None:
+        """Return the refusal by a newer launch, which has removed the files; None without one."""
+        try:
+            check_not_fenced(run, self.save.origin.launch or 0)
+        except CkptError as error:
+            return error if error.code == Code.FENCED else None
+        return None
 
     def _find_winner(self) -> CkptError | None:
         """Return the refusal by the checkpoint of another attempt at this place; None without one.

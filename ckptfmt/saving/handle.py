@@ -71,7 +71,8 @@ class SaveEvent:
     Attributes:
         kind: "staged" once the snapshot is complete and in the saver's hands; "committed" once the
             checkpoint is durable for all processes; "failed" if there is no checkpoint, or if the
-            outcome stays unknown in this process (`error` has SAVER_LOST or COMMIT_UNKNOWN). A
+            outcome stays unknown in this process (`error` has SAVER_LOST or COMMIT_UNKNOWN), or if
+            the checkpoint lies at one of several homes and doesn't count (FENCED or HOMES_AWAY). A
             skipped save has no event.
         step: number of training steps done.
         path: directory of the checkpoint.
@@ -260,6 +261,8 @@ class SaveHandle:
         self._callbacks = Callbacks() if callbacks is None else callbacks
         #: Functions to call at the end, each with the final state that it is for.
         self._at_end: list[tuple[str, Callable[[Any], object]]] = []
+        #: Functions of this package to call at the end, without an argument.
+        self._at_once: list[Callable[[], object]] = []
         #: Function for events, and the kinds of events that the function got.
         self._on_event: Callable[[SaveEvent], object] | None = None
         self._told_kinds: set[str] = set()
@@ -298,6 +301,17 @@ class SaveHandle:
         """
         self.is_failure_taken = True
         return self._call_at("FAILED", function)
+
+    def call_at_end(self, function: Callable[[], object]) -> None:
+        """Call a function that doesn't block once the save is committed, has failed, or is skipped.
+
+        Unlike the functions of users, the function runs in the thread that finds out the end.
+        """
+        with self._lock:
+            if self.state in STATES and self.state != "COMMITTED":
+                self._at_once.append(function)
+                return
+        function()
 
     def on_event(self, function: Callable[[SaveEvent], object]) -> Self:
         """Call a function with an event when the save is staged, and when it is over.
@@ -341,6 +355,9 @@ class SaveHandle:
         """Hand over the functions for the reached state, if it is final. Needs the lock."""
         argument = self.report if self.state == "COMMITTED" else self.error
         if self.state in ("COMMITTED", "FAILED", "SKIPPED"):
+            for at_once in self._at_once:
+                at_once()
+            self._at_once = []
             due = self._at_end
             self._at_end = []
             for state, function in due:

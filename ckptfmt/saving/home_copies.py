@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Final
 
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.run import Launch, RunRecord
-from ckptfmt.errors import printable
 from ckptfmt.run.homes import Home, majority_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.saving.mirrors import Mirrors
 from ckptfmt.store.protocol import Store
 
-_LOG: Final = logging.getLogger("ckptfmt")
-#: Time for the rest of the homes once a majority has all commits, in seconds.
+#: Longest time for the rest of the homes once a majority has all commits, in seconds.
 _GRACE_S: Final = 5.0
 
 
@@ -33,7 +30,15 @@ class HomeCopies:
     def __init__(self, home: Store, others: Sequence[Home], reports: list[str]) -> None:
         self._needed_count = majority_of(len(others) + 1) - 1
         self._copies = [
-            Mirrors(home, [other], reports, opens=Home.open, repeats=True, tidy=self._tidy)
+            Mirrors(
+                home,
+                [other],
+                reports,
+                opens=_open,
+                are_homes=True,
+                repeats=True,
+                tidy=self._tidy,
+            )
             for other in others
         ]
         self._launch: tuple[RunRecord, Launch, Retention] | None = None
@@ -47,30 +52,41 @@ class HomeCopies:
             retention: rule by which checkpoints stay at each home.
         """
         self._launch = run, launch, retention
+        self.start()
+
+    def start(self) -> None:
+        """Start a copy to each home, after a copy in progress."""
         for copy in self._copies:
             copy.start()
 
     def follow(self, handle: SaveHandle) -> None:
-        """Start copies of the committed checkpoints when a save is committed."""
-        for copy in self._copies:
-            copy.follow(handle)
+        """Copy the checkpoints at the end of a save; a save that failed may have committed, too."""
+        handle.call_at_end(self.start)
 
     def close(self, deadline_s: float) -> None:
         """Wait until a majority of the homes has all commits, at most until the deadline.
 
-        Homes that are still behind get `_GRACE_S` more, and are reported.
+        Homes that are still behind get `_GRACE_S` more within the deadline, and are reported.
         """
-        for _ in poll(deadline_s):
+        end_s = time.monotonic() + deadline_s
+        for _ in poll(max(0.0, deadline_s - _GRACE_S)):
+            if any(copy.is_overtaken for copy in self._copies):
+                break
             if sum(not copy.is_behind for copy in self._copies) >= self._needed_count:
                 break
-        end_s = time.monotonic() + min(deadline_s, _GRACE_S)
+        end_s = min(end_s, time.monotonic() + _GRACE_S)
         for copy in self._copies:
             copy.close(max(0.0, end_s - time.monotonic()))
 
-    def _tidy(self, store: Store) -> None:
+    def _tidy(self, store: Store) -> str:
         """Retire checkpoints at a home, by the rule of the saves and the records there."""
         assert self._launch is not None  # noqa: S101
         run, launch, retention = self._launch
-        _, problem = tidy_up(store, run, launch=launch.launch, retention=retention)
-        if problem:
-            _LOG.warning("%s: %s", printable(store.name), problem)
+        return tidy_up(store, run, launch=launch.launch, retention=retention, aborts=False)[1]
+
+
+def _open(home: Home) -> Store:
+    """Return the store of a home that answers; a look at the run for nothing is spared."""
+    store = home.open()
+    store.list_names("votes")
+    return store

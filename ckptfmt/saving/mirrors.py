@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ckptfmt.errors import printable
+from ckptfmt.errors import Code, printable
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.store import open_store
@@ -44,10 +44,12 @@ class Mirrors:
         home: store rooted at the run.
         places: places of the mirrors.
         reports: list to which a sentence is added for each problem.
-        opens: opens the store of a place.
+        opens: opens the store of a place, and raises StoreError if the place doesn't answer.
+        are_homes: see `mirror_run`.
         repeats: whether a failed copy is made again after a pause, instead of behind the next
             commit.
-        tidy: called with the store of a mirror after each copy; retires checkpoints there.
+        tidy: called with the store of a mirror after each whole copy; retires checkpoints there,
+            and returns a problem or an empty string.
     """
 
     def __init__(
@@ -57,18 +59,22 @@ class Mirrors:
         reports: list[str],
         *,
         opens: Callable[[Any], Store] = _open,
+        are_homes: bool = False,
         repeats: bool = False,
-        tidy: Callable[[Store], object] = lambda _: None,
+        tidy: Callable[[Store], str] = lambda _: "",
     ) -> None:
         self._home = home
         self._places = places
         self._reports = reports
         self._opens = opens
+        self._are_homes = are_homes
+        #: The newest sentence about a failed copy that is repeated, by place.
+        self._repeated: dict[str, str] = {}
         self._repeats = repeats
         self._tidy = tidy
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards the next four attributes
-        self._is_wanted = self._is_behind = False
+        self._lock = threading.Lock()  # guards the next five attributes
+        self._is_wanted = self._is_behind = self._is_overtaken = False
         self._in_caches: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
 
@@ -77,6 +83,12 @@ class Mirrors:
         """Whether a copy is due, in progress, or has failed."""
         with self._lock:
             return self._is_behind or self._thread is not None
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the run goes on at the mirror, so that no copy is made any more."""
+        with self._lock:
+            return self._is_overtaken
 
     def use_home(self, home: Store) -> None:
         """Copy from another home of the run, before the first copy."""
@@ -148,7 +160,7 @@ class Mirrors:
                 self._is_wanted = self._is_behind = False
             for place in self._places:
                 self._copy(place)
-            if not (self._repeats and self._is_behind):
+            if not self._repeats or not self._is_behind or self._is_overtaken:
                 pause_s = _PAUSE_S
                 continue
             self._stop.wait(pause_s)
@@ -160,21 +172,33 @@ class Mirrors:
         name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
         try:
             store = self._opens(place)
-            report = mirror_run(self._home, store, stop=self._stop)
-            self._tidy(store)
+            report = mirror_run(self._home, store, are_homes=self._are_homes, stop=self._stop)
         except BaseException as error:  # noqa: BLE001
+            known = as_ckpt_error(error)
             with self._lock:
                 self._is_behind = True
-            self._report(f"MIRROR_BEHIND: {name}: {as_ckpt_error(error)}")
+                self._is_overtaken |= known.code == Code.HOMES_DIVERGED
+            self._report(f"MIRROR_BEHIND: {name}: {known}", place=name)
             return
+        is_whole = report.current and not (report.problems or report.stopped)
         with self._lock:
             self._in_caches = frozenset(report.in_caches)
+            self._is_behind |= self._repeats and not is_whole
         for problem in report.problems:
             self._report(f"MIRROR_BEHIND: {name}: {problem}")
+        if is_whole and (left := self._tidy(store)):
+            self._report(f"MIRROR_BEHIND: {name}: the clean-up there: {left}", place=name)
         for copied in report.copied:
             _LOG.info("mirrored %s to %s", copied, printable(str(name)))
 
-    def _report(self, sentence: str) -> None:
-        if sentence not in self._reports:
-            _LOG.warning("%s", sentence)
-            self._reports.append(sentence)
+    def _report(self, sentence: str, *, place: str = "") -> None:
+        """Log and report a problem; of repeated copies to a place, only the newest is kept."""
+        if sentence in self._reports:
+            return
+        if self._repeats and place:
+            before = self._repeated.get(place)
+            if before in self._reports:
+                self._reports.remove(before)
+            self._repeated[place] = sentence
+        _LOG.warning("%s", sentence)
+        self._reports.append(sentence)

@@ -424,10 +424,11 @@ class Saves:
         in_process = saving.saver == "process" and (
             self._store is None or address_of(self._store) is not None
         )
-        if self._others is not None:
-            in_process &= all(home.has_address for home in self._others.homes)
+        homes = () if self._others is None else self._others.homes
+        unknown = [home.address for home in homes if not home.has_address]
+        in_process &= not unknown
         if saving.saver == "process" and not in_process:
-            kind = type(self._store).__qualname__
+            kind = type(unknown[0] if unknown else self._store).__qualname__
             self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
         self._background = background = Background(
             self._store,
@@ -1003,7 +1004,7 @@ class Saves:
             if self._mirrors is not None:
                 self._mirrors.close(max(0.0, end_s - time.monotonic()), brought_home)
             if self._home_copies is not None:
-                self._home_copies.close(max(0.0, end_s - time.monotonic()))
+                self._home_copies.close(0.0 if quietly else max(0.0, end_s - time.monotonic()))
             if self._replicas is not None:
                 self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
 

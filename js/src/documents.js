@@ -352,9 +352,9 @@ function sameRun(clause, isEqual, detail) {
 }
 
 /**
- * Parse a record named after a launch: a launch, a ledger entry, a verdict, or a decision.
+ * Parse a record named after a launch: a launch, a vote, a ledger entry, a verdict, or a decision.
  *
- * @param {Uint8Array} bytes @param {"launch" | "ledger" | "witness" | "healing"} type
+ * @param {Uint8Array} bytes @param {"launch" | "vote" | "ledger" | "witness" | "healing"} type
  * @param {string} fileName
  * @param {string | null} runId the run's id, or null if no run is known
  * @returns {any}
@@ -362,6 +362,7 @@ function sameRun(clause, isEqual, detail) {
 export function parseLaunchFile(bytes, type, fileName, runId) {
   const clause = {
     launch: "REQ-RUN-005",
+    vote: "REQ-RUN-065",
     ledger: "REQ-RUN-043",
     witness: "REQ-RUN-060",
     healing: "REQ-RUN-063",

@@ -215,6 +215,7 @@ export const SCHEMAS = {
     chosen_by: oneOf("REQ-RUN-007", "lineage", "fallback", "hand"),
     resume_from: orNull(object("REQ-RUN-006", { name: exactName, digest })),
   }),
+  vote: object("REQ-RUN-065", { ...HEAD, run_id: runId, launch: count, nonce }),
   labels: object("REQ-RUN-023", {
     ...HEAD,
     run_id: runId,

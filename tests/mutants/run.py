@@ -25,7 +25,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import failures, lineage, mirror, node_cache, save_job, scrub, spent_time
+from ckptfmt.run import failures, homes, lineage, mirror, node_cache, save_job, scrub, spent_time
 from ckptfmt.run.witness import StepsHeader
 from ckptfmt.saving import peers, uploads
 from ckptfmt.saving.saver import Saver
@@ -209,6 +209,38 @@ MUTANTS = {
         ),
         patch=replaced(api, "wait_for_savers", lambda *_, **__: []),
         tests=("interface/test_api.py::test_opening_a_run_says_that_a_saver_has_a_save_in_hand",),
+    ),
+    "rewind_of_an_overtaken_launch": Mutant(
+        clauses=("REQ-RUN-066",),
+        fault="begins a launch by its votes alone, without a look at the launches between",
+        patch=replaced(homes, "check_votes", lambda *_, **__: None),
+        tests=("loop/test_homes.py::test_a_rewind_of_an_overtaken_job_is_refused",),
+    ),
+    "commit_not_confirmed": Mutant(
+        clauses=("REQ-RUN-067",),
+        fault="reports a commit without a look at the votes of the other homes",
+        patch=replaced(homes.OtherHomes, "confirm", lambda *_, **__: None),
+        tests=(
+            "loop/test_homes.py::test_a_job_that_was_taken_for_dead_commits_nothing_that_counts",
+        ),
+    ),
+    "commit_ahead_of_the_copies": Mutant(
+        clauses=("REQ-RUN-068",),
+        fault="commits although no other home has the save before",
+        patch=replaced(homes.OtherHomes, "await_copy", lambda *_, **__: None),
+        tests=("loop/test_homes.py::test_no_save_is_two_ahead_of_the_other_homes",),
+    ),
+    "homes_not_compared": Mutant(
+        clauses=("REQ-RUN-069",),
+        fault="copies to a home that has another launch of a number",
+        patch=replaced(mirror, "check_same_history", lambda *_, **__: None),
+        tests=("loop/test_homes.py::test_copies_between_homes",),
+    ),
+    "empty_place_confirms": Mutant(
+        clauses=("REQ-RUN-070",),
+        fault="counts the answer of a place that hasn't the run",
+        patch=replaced(homes, "_check_member", lambda *_, **__: None),
+        tests=("loop/test_homes.py::test_a_place_without_the_run_confirms_nothing",),
     ),
     "register_of_the_retired_removed": Mutant(
         clauses=("REQ-CKP-006",),

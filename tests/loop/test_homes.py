@@ -1,0 +1,603 @@
+"""Runs with three homes: a launch goes on elsewhere by itself, and a majority decides which launch may commit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptfmt
+from ckptfmt.__main__ import main
+from ckptfmt.documents.run import RUN_NAME, VOTES, Launch, Vote, launch_name
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.run import homes as run_homes
+from ckptfmt.run.homes import Home, OtherHomes
+from ckptfmt.run.lineage import (
+    begin_launch,
+    find_head,
+    list_launches,
+    list_vote_numbers,
+    open_run,
+    read_known_run,
+)
+from ckptfmt.run.mirror import mirror_run, promote
+from ckptfmt.store import LocalStore
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.protocol import Store
+from tests.loop.test_rewind import Training, undisturbed
+from tests.stores.hooked import HookedStore, Operation
+
+SAVERS = ["process", "thread", "inline"]
+NAMES = ("a", "b", "c")
+STEPS = 24
+
+
+class Switched(HookedStore):
+    """A store that doesn't answer one job while its switch is off.
+
+    Args:
+        off: the names of the homes that don't answer.
+    """
+
+    def __init__(self, inner: Store, name: str, off: set[str]) -> None:
+        super().__init__(inner)
+        self.place = name
+        self.off = off
+
+    def before(self, operation: Operation) -> None:
+        if self.place in self.off:
+            raise err(Code.STORE_NO_ANSWER, "the test has switched it off", where=operation.path)
+
+
+class Homes:
+    """Three homes on the disk.
+
+    Attributes:
+        stores: the homes as the judge sees them: they always answer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [folder / name for name in NAMES]
+        self.stores = [LocalStore(path, writable=True) for path in self.paths]
+
+    def of_job(self, off: set[str]) -> list[Switched]:
+        """Return the homes as one job sees them."""
+        pairs = zip(NAMES, self.stores, strict=True)
+        return [Switched(store, name, off) for name, store in pairs]
+
+    def heads(self) -> list[tuple[str, str]]:
+        """Return the head of each home."""
+        found = [find_head(store) for store in self.stores]
+        return [(name, manifest.digest) for name, manifest in found]
+
+    def numbers(self) -> list[list[int]]:
+        """Return the numbers of the launches at each home."""
+        return [[one.launch for one in list_launches(store)] for store in self.stores]
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> Homes:
+    return Homes(tmp_path)
+
+
+def checkpointer_of(
+    places: list[Any], training: Training, *, away_after_s: float = 1.0, **options: Any
+) -> ckptfmt.Checkpointer:
+    options.setdefault("every", 4)
+    options.setdefault("saving", ckptfmt.Saving(saver="thread"))
+    copies = [ckptfmt.Homes(places[1:], away_after_s=away_after_s)]
+    return ckptfmt.Checkpointer(places[0], training.state, copies=copies, **options)
+
+
+def train(places: list[Any], total: int, **options: Any) -> tuple[Training, ckptfmt.Checkpointer]:
+    """Train up to a step, from where the run is."""
+    training = Training()
+    with checkpointer_of(places, training, **options) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(total):
+            training.train(step, next(batches))
+    return training, checkpointer
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def states_of(events: list[Any]) -> list[tuple[int, str]]:
+    """Return step and state of each event at the end of a save."""
+    return [(event.step, event.kind) for event in events if event.kind != "staged"]
+
+
+def code_of(action: Callable[[], object]) -> Code:
+    with pytest.raises(CkptError) as caught:
+        action()
+    return caught.value.code
+
+
+# --- saves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_each_home_has_the_whole_run(homes: Homes, saver: Any) -> None:
+    right = undisturbed()
+    saving = ckptfmt.Saving(saver=saver)
+    train(homes.paths, 10, saving=saving)
+    training, checkpointer = train(homes.paths, STEPS, saving=saving)
+
+    assert training.bits() == right.bits()
+    assert checkpointer.reports == ()
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.launch == 2
+    (head,) = set(homes.heads())
+    assert head[0] == "step-00000024-l0002"
+    assert homes.numbers() == [[1, 2]] * 3
+    for path in homes.paths:
+        assert not ckptfmt.validate(path).violations
+        assert ckptfmt.load(path, Training().state, allow="missing").step == STEPS
+
+
+def test_a_home_votes_for_one_launch_of_a_number(homes: Homes) -> None:
+    """REQ-RUN-065."""
+    train(homes.paths, 4)
+    store = homes.stores[0]
+    vote = run_homes.read_vote(store, 1)
+    (launch,) = list_launches(store)
+    assert isinstance(launch, Launch)
+    assert vote == Vote(run_id=launch.run_id, launch=1, nonce=launch.nonce)
+
+    other = dataclasses.replace(vote, nonce="0" * 32)
+    assert run_homes._cast(store, vote) == 0
+    assert run_homes._cast(store, other) == 1
+    assert run_homes.read_vote(store, 1) == vote
+    named = f"{VOTES}/{launch_name(2)}"
+    assert code_of(lambda: Vote.parse(vote.dump(), where=named)) == Code.RUN_MISMATCH
+
+
+def test_no_save_is_two_ahead_of_the_other_homes(homes: Homes) -> None:
+    """REQ-RUN-068: with the second save, the first one must be at another home."""
+    off: set[str] = set()
+    training = Training()
+    job = ckptfmt.Job(deadline_s=2.0)
+    with (  # noqa: PT012
+        pytest.raises(CkptError, match="step-00000004-l0001 isn't at another home") as caught,
+        checkpointer_of(homes.of_job(off), training, away_after_s=0.3, job=job) as checkpointer,
+    ):
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 0:
+                off |= {"b"}
+                homes.stores[2].replace(RUN_NAME, b"damaged")  # no copy can be made
+    assert caught.value.code == Code.HOME_BEHIND
+    assert "reports" in caught.value.remedy
+    assert any("MIRROR_BEHIND" in report for report in checkpointer.reports)
+    assert find_head(homes.stores[0])[0] == "step-00000004-l0001"
+
+
+def test_a_saver_without_a_trainer_waits_for_no_copies(homes: Homes) -> None:
+    train(homes.paths, 4)
+    for store in homes.stores[1:]:
+        shutil.rmtree(Path(store.name) / "step-00000004-l0001")
+    others = OtherHomes(homes=tuple(map(Home.of, homes.paths[1:])), away_after_s=1.0)
+    gives_up = threading.Event()
+    gives_up.set()
+    begin_s = time.monotonic()
+    wait: Callable[[], None] = lambda: others.await_copy(  # noqa: E731
+        homes.stores[0],
+        read_known_run(homes.stores[0]).run_id,
+        1,
+        deadline_s=60.0,
+        gives_up=gives_up,
+    )
+    assert code_of(wait) == Code.HOME_BEHIND
+    assert time.monotonic() - begin_s < 30
+
+
+# --- a home is away -------------------------------------------------------------------------------
+
+
+def test_a_launch_goes_on_at_another_home(homes: Homes) -> None:
+    right = undisturbed()
+    train(homes.of_job(set()), 10)
+    training, checkpointer = train(homes.of_job({"a"}), 18)
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.launch == 2
+    assert [report.partition(":")[0] for report in checkpointer.reports[:1]] == ["HOMES_AWAY"]
+    assert homes.numbers() == [[1], [1, 2], [1, 2]]
+    assert homes.heads()[0][0] == "step-00000010-l0001"
+
+    # Back again, the old home is behind: the next launch doesn't begin there, and it is caught up.
+    training, checkpointer = train(homes.of_job(set()), 20)
+    assert [report.partition(":")[0] for report in checkpointer.reports] == ["HOME_BEHIND"]
+    assert len(set(homes.heads())) == 1
+    training, checkpointer = train(homes.of_job(set()), STEPS)
+    assert checkpointer.reports == ()
+    assert homes.numbers() == [[1, 2, 3, 4]] * 3
+    assert len(set(homes.heads())) == 1
+    assert training.bits() == right.bits()
+
+
+def test_a_home_that_goes_away_amid_a_training_ends_no_training(homes: Homes) -> None:
+    off: set[str] = set()
+    training = Training()
+    with checkpointer_of(homes.of_job(off), training) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 5:
+                off.add("b")
+            if step == 17:
+                off.clear()
+    assert training.bits() == undisturbed().bits()
+    assert len(set(homes.heads())) == 1
+
+
+def test_without_a_majority_no_launch_begins(homes: Homes) -> None:
+    """REQ-RUN-066."""
+    train(homes.of_job(set()), 4)
+    with pytest.raises(CkptError, match="1 of 3 homes answer, and 2 are needed") as caught:
+        train(homes.of_job({"a", "b"}), 8, away_after_s=0.2)
+    assert caught.value.code == Code.HOMES_AWAY
+    assert "empty place" in caught.value.remedy
+    assert [list_vote_numbers(store) for store in homes.stores] == [[1]] * 3
+
+
+def test_a_launch_without_the_other_homes_is_refused(homes: Homes) -> None:
+    """REQ-RUN-066."""
+    train(homes.paths, 4)
+    training = Training()
+    with pytest.raises(CkptError, match="several homes") as caught:
+        ckptfmt.Checkpointer(homes.paths[1], training.state).restore()
+    assert caught.value.code == Code.ARGUMENT
+    assert "Homes([...])" in caught.value.remedy
+    assert code_of(lambda: promote(homes.stores[1])) == Code.ARGUMENT
+    assert homes.numbers() == [[1]] * 3
+
+
+def test_the_number_of_a_launch_is_new_at_every_home(homes: Homes) -> None:
+    """REQ-RUN-066: votes that came to nothing take a number, too."""
+    train(homes.paths, 4)
+    run = read_known_run(homes.stores[0])
+    for number, store in zip((2, 2, 5), homes.stores, strict=True):
+        nonce = f"{store.name[-1]:0>32}"
+        run_homes._cast(store, Vote(run_id=run.run_id, launch=number, nonce=nonce))
+    _, checkpointer = train(homes.paths, 8)
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.launch == 6
+    assert len(set(homes.heads())) == 1
+
+
+# --- two jobs -------------------------------------------------------------------------------------
+
+
+def test_a_job_that_was_taken_for_dead_commits_nothing_that_counts(homes: Homes) -> None:
+    """REQ-RUN-067: its home still answers it, and has no newer launch."""
+    off: set[str] = set()
+    old = Training()
+    events: list[Any] = []
+    train(homes.of_job(set()), 4)
+    with (  # noqa: PT012
+        pytest.raises(CkptError) as caught,
+        checkpointer_of(homes.of_job(off), old, on_save=events.append, every=3) as checkpointer,
+    ):
+        batches = old.batches()
+        for step in checkpointer.steps(STEPS):
+            old.train(step, next(batches))
+            if step == 7:
+                wait_until(lambda: (6, "committed") in states_of(events))
+                train(homes.of_job({"a"}), 8)
+                off.add("b")  # one of the two that voted for the newer launch is enough
+    assert caught.value.code == Code.FENCED
+    assert "launch 3 has taken over from launch 2" in str(caught.value)
+    assert states_of(events)[:2] == [(6, "committed"), (9, "failed")]
+    assert all(state == "failed" for _, state in states_of(events)[1:])
+
+    training, _ = train(homes.of_job(set()), STEPS)
+    assert training.bits() == undisturbed().bits()
+    assert len(set(homes.heads())) == 1
+    # The commit that didn't count lies beside the lineage, at its home alone.
+    assert [store.list_names("step-00000009-l0002") != [] for store in homes.stores] == [
+        True, False, False,
+    ]  # fmt: skip
+
+
+def test_votes_of_a_minority_overtake_nobody(homes: Homes) -> None:
+    """REQ-RUN-067: a launch that got one vote of three hasn't begun."""
+    train(homes.paths, 4)
+    run = read_known_run(homes.stores[0])
+    others = OtherHomes(homes=tuple(map(Home.of, homes.paths[1:])), away_after_s=0.3)
+    vote = Vote(run_id=run.run_id, launch=2, nonce="1" * 32)
+    run_homes._cast(homes.stores[2], vote)
+    others.confirm(homes.stores[0], run.run_id, 1)
+    # While a home is away, its vote may be the second one.
+    cut = Home(Switched(homes.stores[1], "b", {"b"}), "b")
+    unsure = dataclasses.replace(others, homes=(cut, others.homes[1]))
+    assert code_of(lambda: unsure.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
+    run_homes._cast(homes.stores[1], vote)
+    assert code_of(lambda: others.confirm(homes.stores[0], run.run_id, 1)) == Code.FENCED
+    away = dataclasses.replace(others, homes=(cut, cut))
+    assert code_of(lambda: away.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
+
+
+def test_a_place_without_the_run_confirms_nothing(homes: Homes) -> None:
+    """REQ-RUN-067, REQ-RUN-070: an empty directory, such as a mount point, has no newer votes."""
+    train(homes.paths, 4)
+    run = read_known_run(homes.stores[0])
+    empty = Home(MemoryStore(), "empty")
+    cut = Home(Switched(homes.stores[2], "c", {"c"}), "c")
+    others = OtherHomes(homes=(empty, cut), away_after_s=0.3)
+    assert code_of(lambda: others.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
+
+
+@pytest.mark.parametrize("saver", ["thread", "inline"])
+def test_a_rewind_gets_votes_of_its_own(homes: Homes, saver: Any) -> None:
+    right = undisturbed()
+    training = Training()
+    saving = ckptfmt.Saving(saver=saver)
+    with checkpointer_of(homes.paths, training, saving=saving) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 9 and checkpointer.rewinds == 0:
+                checkpointer.rewind()
+    assert training.bits() == right.bits()
+    assert homes.numbers() == [[1, 2]] * 3
+    assert list_vote_numbers(homes.stores[0]) == [1, 2]
+    assert len(set(homes.heads())) == 1
+
+
+def test_a_rollback_by_hand_holds_at_every_home(homes: Homes) -> None:
+    train(homes.of_job(set()), 10)
+    _, checkpointer = train(homes.of_job({"a"}), 6, resume="step-00000004-l0001", every=None)
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.chosen_by == "hand"
+    # The first home has step 10, which was rolled back while it was away.
+    training = Training()
+    with checkpointer_of(homes.of_job(set()), training) as checkpointer:
+        assert checkpointer.step == 6
+    fresh, checkpointer = train(homes.of_job(set()), 4, resume="fresh")
+    assert fresh.bits() == train_alone(4).bits()
+
+
+def train_alone(total: int) -> Training:
+    training = Training()
+    with ckptfmt.Checkpointer(MemoryStore(), training.state) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(total):
+            training.train(step, next(batches))
+    return training
+
+
+# --- places that become homes ---------------------------------------------------------------------
+
+
+def test_a_run_is_founded_while_all_homes_answer(homes: Homes) -> None:
+    """REQ-RUN-070."""
+    with pytest.raises(CkptError, match="Start once while all homes answer") as caught:
+        train(homes.of_job({"c"}), 8, away_after_s=0.2)
+    assert caught.value.code == Code.HOMES_AWAY
+    assert [sorted(path.iterdir()) for path in homes.paths] == [[], [], []]
+    train(homes.of_job(set()), 4)
+    assert [read_known_run(store).writer_features for store in homes.stores] == [
+        ("homes", "labels")
+    ] * 3
+
+
+@pytest.mark.parametrize("away", [set(), {"a"}])
+def test_empty_places_decide_nothing(homes: Homes, away: set[str]) -> None:
+    """REQ-RUN-070: a majority without the run knows nothing of it."""
+    train(homes.of_job(set()), 4)
+    for path in homes.paths[1:]:
+        shutil.rmtree(path)
+        path.mkdir()
+    with pytest.raises(CkptError) as caught:
+        train(homes.of_job(away), 8, away_after_s=0.2)
+    assert caught.value.code == Code.HOMES_AWAY
+    assert [sorted(path.iterdir()) for path in homes.paths[1:]] == [[], []]
+
+
+def test_lost_homes_are_replaced_by_copies(homes: Homes, capsys: Any) -> None:
+    """REQ-RUN-070: the remedy of the error."""
+    train(homes.paths, 4)
+    for path in homes.paths[1:]:
+        shutil.rmtree(path)
+        path.mkdir()
+    run_homes._OPENED.clear()
+    with pytest.raises(CkptError) as caught:
+        train(homes.paths, 8)
+    command = caught.value.remedy.split("`")[1].split()
+    assert command[:2] == ["ckptfmt", "mirror"]
+    assert main(command[1:]) == 0
+    capsys.readouterr()
+    training, checkpointer = train(homes.paths, STEPS)
+    assert [report.partition(":")[0] for report in checkpointer.reports] == ["HOME_BEHIND"]
+    assert training.bits() == undisturbed().bits()
+    assert len(set(homes.heads())) == 1
+    assert train(homes.paths, STEPS)[1].reports == ()
+
+
+def test_a_missing_directory_is_away(homes: Homes) -> None:
+    """A mount point may be missing: nothing is written in its place."""
+    train(homes.paths, 4)
+    shutil.rmtree(homes.paths[2])
+    run_homes._OPENED.clear()
+    _, checkpointer = train(homes.paths, 8, away_after_s=0.3)
+    assert not homes.paths[2].exists()
+    assert "the directory is missing" in checkpointer.reports[0]
+
+
+def test_a_damaged_home_is_away(homes: Homes) -> None:
+    train(homes.of_job(set()), 4)
+    homes.stores[1].replace(RUN_NAME, b"damaged")
+    _, checkpointer = train(homes.of_job(set()), 8)
+    assert checkpointer.reports[0].startswith("HOMES_AWAY")
+    assert find_head(homes.stores[0])[0] == find_head(homes.stores[2])[0]
+
+
+def test_a_damaged_checkpoint_is_repaired_from_another_home(homes: Homes) -> None:
+    train(homes.paths, 10)
+    (shard,) = homes.paths[0].glob("step-00000010-l0001/weights-*")
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes([*whole[:-1], whole[-1] ^ 1]))
+    training, checkpointer = train(homes.paths, STEPS)
+    assert checkpointer.passed_over == []
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.resume_from is not None
+    assert checkpointer.launch.resume_from.name == "step-00000010-l0001"
+    assert training.bits() == undisturbed().bits()
+    assert shard.read_bytes() == whole
+
+
+def test_a_run_with_one_home_gets_two_more(homes: Homes, capsys: Any) -> None:
+    training = Training()
+    with ckptfmt.Checkpointer(homes.paths[0], training.state, every=4) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(10):
+            training.train(step, next(batches))
+    assert main(["mirror", str(homes.paths[0]), str(homes.paths[1])]) == 0
+    capsys.readouterr()
+    training, checkpointer = train(homes.paths, STEPS)
+    assert training.bits() == undisturbed().bits()
+    assert homes.numbers() == [[1, 2]] * 3
+    assert len(set(homes.heads())) == 1
+
+
+def test_a_rewind_of_an_overtaken_job_is_refused(homes: Homes) -> None:
+    """REQ-RUN-066: its home knows nothing of the newer launch."""
+    train(homes.of_job(set()), 4)
+    old = Training()
+    with (  # noqa: PT012
+        pytest.raises(CkptError) as caught,
+        checkpointer_of(homes.of_job(set()), old, every=3) as checkpointer,
+    ):
+        batches = old.batches()
+        for step in checkpointer.steps(STEPS):
+            old.train(step, next(batches))
+            if step == 7:
+                train(homes.of_job({"a"}), 8)
+                checkpointer.rewind()
+    assert caught.value.code == Code.FENCED
+    training, _ = train(homes.of_job(set()), STEPS)
+    assert training.bits() == undisturbed().bits()
+
+
+def test_a_failed_answer_stops_no_later_save(homes: Homes) -> None:
+    """A commit without a confirmation is copied, and the next save waits for the copy."""
+    off: set[str] = set()
+    training = Training()
+    events: list[Any] = []
+    with checkpointer_of(
+        homes.of_job(off),
+        training,
+        every=3,
+        away_after_s=0.3,
+        on_save=events.append,
+        job=ckptfmt.Job(deadline_s=3.0),
+    ) as checkpointer:
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+            if step == 6:
+                wait_until(lambda: len(states_of(events)) == 2)
+                off |= {"b", "c"}
+            if step == 9:
+                wait_until(lambda: len(states_of(events)) == 3)
+                off.clear()
+    assert states_of(events)[:3] == [(3, "committed"), (6, "committed"), (9, "failed")]
+    assert states_of(events)[-1] == (STEPS, "committed")
+    assert training.bits() == undisturbed().bits()
+    assert len(set(homes.heads())) == 1
+
+
+def test_homes_of_two_runs_are_refused(homes: Homes) -> None:
+    train(homes.paths, 4)
+    shutil.rmtree(homes.paths[2])
+    other = LocalStore(homes.paths[2], writable=True)
+    open_run(other, writer_features=("homes",))
+    fresh = [homes.stores[0], homes.stores[1], other]
+    assert code_of(lambda: train(fresh, 8)) == Code.RUN_MISMATCH
+
+
+def test_copies_between_homes(homes: Homes) -> None:
+    """REQ-RUN-069."""
+    train(homes.paths, 4)
+    first, second, _ = homes.stores
+    # A launch that only the second home knows is no reason to refuse, if a newer one is copied.
+    run = read_known_run(first)
+
+    def elect(number: int) -> Callable[..., Vote]:
+        vote = Vote(run_id=run.run_id, launch=number, nonce=f"{number:032x}")
+        return lambda *_: vote
+
+    begin_launch(second, run, elect=elect(2))
+    assert code_of(lambda: mirror_run(first, second, are_homes=True)) == Code.HOMES_DIVERGED
+    begin_launch(first, run, elect=elect(3))
+    assert code_of(lambda: mirror_run(first, second)) == Code.HOMES_DIVERGED
+    mirror_run(first, second, are_homes=True)
+    assert homes.numbers()[:2] == [[1, 3], [1, 2, 3]]
+    # Two launches of one number are.
+    path = f"launches/{launch_name(2)}"
+    content = second.read(path, limit_nbytes=1 << 20)
+    record = dataclasses.replace(Launch.parse(content, where=path), nonce="f" * 32)
+    first.create(path, [record.dump()])
+    assert code_of(lambda: mirror_run(first, second, are_homes=True)) == Code.HOMES_DIVERGED
+    assert code_of(lambda: train(homes.paths, 8)) == Code.HOMES_DIVERGED
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ckptfmt.Homes(["/b"]),
+        lambda: ckptfmt.Homes(["/b", "/c", "/d"]),
+        lambda: ckptfmt.Homes("/b"),
+        lambda: ckptfmt.Homes(["/b", None]),  # type: ignore[list-item]
+        lambda: ckptfmt.Homes(["/b", "/c"], away_after_s=0),
+    ],
+)
+def test_options_that_make_no_sense(make: Callable[[], object]) -> None:
+    assert code_of(make) == Code.ARGUMENT
+
+
+def test_what_homes_cannot_be_combined_with(tmp_path: Path) -> None:
+    homes = ckptfmt.Homes([tmp_path / "b", tmp_path / "c"])
+
+    def make(*copies: Any, **options: Any) -> ckptfmt.Checkpointer:
+        state = Training().state
+        return ckptfmt.Checkpointer(tmp_path / "a", state, copies=copies, **options)
+
+    assert code_of(lambda: make(homes, ckptfmt.Cache(tmp_path / "cache"))) == Code.ARGUMENT
+    assert code_of(lambda: make(homes, homes)) == Code.ARGUMENT
+    token = ckptfmt.Job(writer=(0, 2), agree="a-token")
+    assert code_of(lambda: make(homes, job=token)) == Code.ARGUMENT
+    same = ckptfmt.Homes([tmp_path / "a", tmp_path / "c"], away_after_s=1.0)
+    assert code_of(lambda: make(same).choose()) == Code.ARGUMENT
+    checkpointer = make(homes)
+    checkpointer.choose()
+    with contextlib.closing(checkpointer):
+        assert code_of(checkpointer.regroup) == Code.ARGUMENT
+
+
+def test_stores_in_memory_are_homes_too() -> None:
+    stores = [MemoryStore() for _ in NAMES]
+    training, _ = train(stores, STEPS)
+    assert training.bits() == undisturbed().bits()
+    assert len({find_head(store)[1].digest for store in stores}) == 1
+
+
+@pytest.fixture(autouse=True)
+def _forget_stores() -> Iterator[None]:
+    yield
+    run_homes._OPENED.clear()
