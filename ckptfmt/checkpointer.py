@@ -74,8 +74,7 @@ from ckptfmt.write.snapshot import Memory
 
 if TYPE_CHECKING:
     from ckptfmt.loop.healer import Healing
-    from ckptfmt.run.homes import Homes as RunHomes
-    from ckptfmt.run.homes import OtherHomes
+    from ckptfmt.run.homes import OtherHomes, RunHomes
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -96,8 +95,8 @@ def _find_homes(run: str | os.PathLike[str] | Store, options: Options) -> RunHom
         )
     from ckptfmt.run import homes as run_homes  # noqa: PLC0415 - few runs need the module
 
-    homes = [run_homes.Home.of(place) for place in (run, *options.homes.places)]
-    return run_homes.Homes(homes, away_after_s=options.homes.away_after_s)
+    homes = [run_homes.HomePlace.of(place) for place in (run, *options.homes.places)]
+    return run_homes.RunHomes(homes, away_after_s=options.homes.away_after_s)
 
 
 class Checkpointer:

@@ -37,7 +37,7 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
 if TYPE_CHECKING:
-    from ckptfmt.run.homes import Homes
+    from ckptfmt.run.homes import RunHomes
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def take_launch(
     on_begun: Callable[[int], None] | None = None,
     signer: Signer | None = None,
     require_signature: Trust | None = None,
-    homes: Homes | None = None,
+    homes: RunHomes | None = None,
 ) -> Taken:
     """Begin the next launch of a run; every process calls this, and process 0 decides.
 
@@ -322,7 +322,7 @@ def _begin(
     after: int | None,
     on_begun: Callable[[int], None] | None,
     require_signature: Trust | None,
-    homes: Homes | None,
+    homes: RunHomes | None,
 ) -> dict[str, Any]:
     """Choose and record the checkpoint from which this launch resumes; on process 0 only.
 

@@ -61,24 +61,24 @@ from ckptfmt.store.protocol import Store
 
 T = TypeVar("T")
 
-#: Pause before a home that didn't answer is asked again, in seconds: the first, and the longest.
+#: Pause before a silent home is asked again, in seconds: the first, and the longest.
 _PAUSE_MIN_S: Final = 0.1
 _PAUSE_MAX_S: Final = 5.0
 #: Number of tries for the votes of a majority. Each try takes a new number.
 _TRIES: Final = 16
-#: Longest pause before the next try, in seconds: launches that begin at once must fall out of step.
+#: Longest pause before the next try, in seconds: launches begun at once must fall out of step.
 _TRY_PAUSE_S: Final = 0.5
-#: Time after which a save that waits for a copy looks for a newer launch, in seconds: at first, and
-#: at most.
+#: Time after which a save waiting for a copy looks for a newer launch, in seconds: at first, and at
+#: most.
 _SLICE_MIN_S: Final = 2.0
 _SLICE_MAX_S: Final = 30.0
-#: Longest time of a home that answers to list its run, as a multiple of `away_after_s`.
+#: Longest time of a home to list the run after an answer, as a multiple of `away_after_s`.
 _LOOK_TIMES: Final = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Home:
-    """A home of a run, opened only when it is asked: a home that is away can't be opened.
+class HomePlace:
+    """A home of a run, opened only for a question: a home can't be opened while away.
 
     Attributes:
         address: address of the store, or a store without an address.
@@ -109,8 +109,7 @@ class Home:
         if not isinstance(self.address, bytes | dict):
             return self.address
         if isinstance(self.address, bytes) and not (makes or os.path.isdir(self.address)):  # noqa: PTH112
-            detail = "the directory is missing; make an empty directory to let it become a home"
-            raise err(Code.STORE_IO, detail, where=self.name)
+            raise err(Code.STORE_IO, _MISSING, where=self.name)
         key = repr(self.address)
         store = _OPENED.get(key)
         if store is None:
@@ -127,17 +126,19 @@ class Home:
 
     @property
     def has_address(self) -> bool:
-        """Whether other processes of this machine can open the home."""
+        """Whether any process of this machine can open the home."""
         return isinstance(self.address, bytes | dict)
 
 
+#: The detail of the error of a missing directory.
+_MISSING: Final = "the directory is missing; an empty directory would become a home"
 #: The opened stores, by the text of their addresses.
 _OPENED: Final[dict[str, Store]] = {}
-#: The threads that ask homes, by the home's name, and the largest number of them for one home.
+#: The threads with questions, by the home's name, and the largest number of threads for a home.
 _ASKING: Final[dict[str, list[threading.Thread]]] = {}
 _ASKING_LOCK: Final = threading.Lock()
 _ASKING_COUNT: Final = 8
-#: Codes of errors that no majority overrules: the homes aren't homes of one run, or a newer launch
+#: Codes of errors despite a majority: the homes aren't homes of the same run, or a newer launch
 #: has begun.
 _FATAL: Final = frozenset({Code.RUN_MISMATCH, Code.HOMES_DIVERGED, Code.ARGUMENT, Code.FENCED})
 
@@ -156,7 +157,7 @@ class Answers(Generic[T]):
 
 
 def ask(
-    homes: Mapping[int, Home],
+    homes: Mapping[int, HomePlace],
     question: Callable[[Store], T],
     *,
     deadline_s: float,
@@ -170,9 +171,9 @@ def ask(
         homes: homes by their numbers.
         question: called with the store of each home, in a thread of the home.
         deadline_s: longest wait in seconds. A home without an answer by then is away.
-        is_enough: whether the answers so far are enough, so that the rest isn't waited for.
+        is_enough: whether the answers so far are enough to end the wait.
 
-    Raises: errors of `_FATAL`; any other exception than a CkptError.
+    Raises: errors of `_FATAL`; exceptions except CkptError.
     """
     told: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
     end_s = time.monotonic() + deadline_s
@@ -214,7 +215,7 @@ def _tell(
 
 
 def _start_asking(
-    home: Home,
+    home: HomePlace,
     question: Callable[[Store], T],
     end_s: float,
     is_over: threading.Event,
@@ -239,13 +240,13 @@ def _start_asking(
 
 
 def _keep_asking(
-    home: Home,
+    home: HomePlace,
     question: Callable[[Store], T],
     end_s: float,
     is_over: threading.Event,
     tell: Callable[[T | None, BaseException | None], None],
 ) -> None:
-    """Ask a home until it answers or the time is over; every error is told."""
+    """Ask a home until an answer or the end of the time; every error is told."""
     pause_s = _PAUSE_MIN_S
     while True:
         try:
@@ -277,10 +278,10 @@ class OtherHomes:
 
     Attributes:
         homes: the homes.
-        away_after_s: time after which a home that doesn't answer counts as away, in seconds.
+        away_after_s: time after which a silent home counts as away, in seconds.
     """
 
-    homes: tuple[Home, ...]
+    homes: tuple[HomePlace, ...]
     away_after_s: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -291,7 +292,7 @@ class OtherHomes:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         """Return the homes of `as_dict`."""
-        homes = tuple(Home(address, name) for address, name in value["homes"])
+        homes = tuple(HomePlace(address, name) for address, name in value["homes"])
         return cls(homes=homes, away_after_s=float(value["away_after_s"]))
 
     def await_copy(
@@ -361,14 +362,14 @@ class OtherHomes:
 
         Raises: FencedError(FENCED); StoreError(HOMES_AWAY). Spec: REQ-RUN-067.
         """
-        homes = dict(enumerate((Home(home, home.name), *self.homes)))
+        homes = dict(enumerate((HomePlace(home, home.name), *self.homes)))
         check_votes(
             homes, run_id, launch, None, deadline_s=self.away_after_s, requirement="REQ-RUN-067"
         )
 
 
 def check_votes(
-    homes: Mapping[int, Home],
+    homes: Mapping[int, HomePlace],
     run_id: str,
     after: int,
     before: int | None,
@@ -428,13 +429,13 @@ def _find_overruling(
 ) -> int | None:
     """Return the newest launch with the votes of a majority, some of which may be unseen; or None.
 
-    A launch without a vote at the homes that answered has no majority.
+    A launch without a vote in the answers has no majority.
 
     Args:
-        seen: numbers and nonces of the votes at each home that answered. An unreadable vote has an
+        seen: numbers and nonces of the votes in each answer. An unreadable vote has an
             empty nonce, and counts for each launch of its number.
         count: number of homes.
-        unseen_count: number of votes that may be added to those seen.
+        unseen_count: number of homes without an answer.
     """
     votes: dict[int, collections.Counter[str]] = {}
     for answer in seen:
@@ -460,7 +461,7 @@ def _nonce_of(store: Store, number: int) -> str:
 
 
 def _check_member(store: Store, run_id: str) -> None:
-    """Raise unless the store is a home of a run: a place without the run knows nothing of it.
+    """Raise unless the store is a home of a run: a place without the run knows no votes.
 
     Raises: IntegrityError(FILE_MISSING); FormatError(RUN_MISMATCH). Spec: REQ-RUN-070.
     """
@@ -471,7 +472,7 @@ def _check_member(store: Store, run_id: str) -> None:
 
 
 def find_previous(home: Store, launch: int) -> Reference | None:
-    """Return the newest commit of a launch at its home, else the checkpoint it resumed from."""
+    """Return the newest commit of a launch at its home, else the checkpoint at the launch's start."""
     steps = sorted((step for step, number in list_places(home) if number == launch), reverse=True)
     for step in steps:
         name = checkpoint_name(step, launch)
@@ -482,7 +483,7 @@ def find_previous(home: Store, launch: int) -> Reference | None:
 
 
 def _has(store: Store, run_id: str, reference: Reference) -> bool:
-    """Return whether a home has a checkpoint; a home that has retired it would lose it."""
+    """Return whether a home has a checkpoint; a retired checkpoint doesn't count."""
     _check_member(store, run_id)
     register = read_register(store.at(reference.name))
     return isinstance(register, Manifest) and register.digest == reference.digest
@@ -552,44 +553,44 @@ def _look(store: Store) -> _View | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class ChosenHome:
     """The home at which a launch begins.
 
     Attributes:
         number: number of the home, in the order in which the homes were given.
-        reports: one sentence for each home that is away, or isn't up to date.
+        reports: a sentence for each home away, or not up to date.
     """
 
     number: int
     reports: tuple[str, ...]
 
 
-class Homes:
+class RunHomes:
     """The homes of a run, for the process that begins launches.
 
     Args:
         homes: the homes; the first usable one is preferred.
-        away_after_s: time after which a home that doesn't answer counts as away, in seconds.
+        away_after_s: time after which a silent home counts as away, in seconds.
     """
 
-    def __init__(self, homes: Sequence[Home], *, away_after_s: float) -> None:
+    def __init__(self, homes: Sequence[HomePlace], *, away_after_s: float) -> None:
         self.homes = tuple(homes)
         self._away_after_s = away_after_s
         self._majority = majority_of(len(homes))
         self._by_number = dict(enumerate(self.homes))
         #: The votes for the next launch, with a look at the homes behind them.
         self._vote: Vote | None = None
-        #: Number of the last launch of this process that got votes.
+        #: Number of the last launch of this process with votes.
         self._mine = 0
-        #: The home of the launch, and the other homes that answered at its begin.
-        self._sources: list[Home] = []
+        #: The home of the launch, and the homes with an answer at the launch's begin.
+        self._sources: list[HomePlace] = []
 
     def beside(self, number: int) -> OtherHomes:
-        """Return the homes except one."""
+        """Return the homes except a single home."""
         others = tuple(home for place, home in enumerate(self.homes) if place != number)
         return OtherHomes(homes=others, away_after_s=self._away_after_s)
 
-    def enter(self, *, resume: str, writer_features: Sequence[str], wait_s: float) -> Entry:
+    def enter(self, *, resume: str, writer_features: Sequence[str], wait_s: float) -> ChosenHome:
         """Get the votes for the next launch, and choose the home at which the launch begins.
 
         The home has the checkpoint from which the launch resumes. `elect` then returns the votes.
@@ -603,10 +604,14 @@ class Homes:
             REQ-RUN-069.
         """
         alive = ask(self._by_number, _probe, deadline_s=self._away_after_s)
+        missing = [n for n, error in alive.errors.items() if error.detail == _MISSING]
+        check_apart([self.homes[n].open_unasked() for n in (*alive.values, *missing)])
         first = self._look(alive.values)
         if not any(first.values.values()):
-            self._found(alive, writer_features)
-            first = self._look(alive.values)
+            self._found(alive, missing, writer_features)
+            first = self._look(self._by_number)
+        if len(first.values) < self._majority:
+            raise _homes_away(self._by_number, first, "REQ-RUN-066")
         run, members = self._find_run(first)
         errors = {**alive.errors, **first.errors}
         reports = [
@@ -631,7 +636,7 @@ class Homes:
         known = max(view.newest for view in members.values())
         while True:
             vote = self._collect(run.run_id, known)
-            # A newer launch sees each commit that was confirmed before these votes.
+            # A newer launch sees each commit confirmed before the votes.
             looked = self._look(members)
             views = {number: view for number, view in looked.values.items() if view is not None}
             if len(views) < self._majority:
@@ -653,10 +658,10 @@ class Homes:
         self._mine = vote.launch
         others = [self.homes[other] for other in views if other != number]
         self._sources = [self.homes[number], *others]
-        return Entry(number, tuple(reports))
+        return ChosenHome(number, tuple(reports))
 
     def _check_kept(self, views: Mapping[int, _View], wanted: str) -> None:
-        """Refuse a checkpoint that too many homes have retired: no majority can have it again.
+        """Refuse a checkpoint retired at too many homes: no majority can have the files again.
 
         Raises: StoreError(HOME_BEHIND). Spec: REQ-RUN-068.
         """
@@ -676,7 +681,7 @@ class Homes:
             )
 
     def elect(self, run: RunRecord, known: int) -> Vote:
-        """Return the votes of a majority for the next launch: those of `enter`, else new ones.
+        """Return the votes of a majority for the next launch: the votes of `enter`, or new votes.
 
         New votes are for a launch behind the last launch of this process, at the same home.
 
@@ -712,31 +717,33 @@ class Homes:
         scrub_checkpoint([home, *copies])
 
     def _look(self, of: Iterable[int]) -> Answers[_View | None]:
-        """Look at homes that have answered; a majority must answer."""
+        """Return the contents of homes after a first answer."""
         asked = {number: self.homes[number] for number in of}
-        answers = ask(asked, _look, deadline_s=self._away_after_s * _LOOK_TIMES)
-        if len(answers.values) < self._majority:
-            raise _homes_away(self._by_number, answers, "REQ-RUN-066")
-        check_apart([self.homes[number].open() for number in answers.values])
-        return answers
+        return ask(asked, _look, deadline_s=self._away_after_s * _LOOK_TIMES)
 
-    def _found(self, alive: Answers[None], writer_features: Sequence[str]) -> None:
+    def _found(
+        self, alive: Answers[None], missing: Sequence[int], writer_features: Sequence[str]
+    ) -> None:
         """Found a run at all homes: none of them has a run.
+
+        Args:
+            missing: numbers of the homes with missing directories, which are made.
 
         Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
         """
-        if len(alive.values) < len(self.homes):
+        if len(alive.values) + len(missing) < len(self.homes):
             raise _homes_away(
                 self._by_number, alive, "REQ-RUN-070", remedy="Start once while all homes answer."
             )
         features = (HOMES, *writer_features)
-        run = open_run(self.homes[0].open(), writer_features=features)
-        for home in self.homes[1:]:
-            create_once(home.open(), RUN_NAME, content=run.dump())
-            home.open().sync("")
+        stores = [home.open(makes=True) for home in self.homes]
+        run = open_run(stores[0], writer_features=features)
+        for store in stores[1:]:
+            create_once(store, RUN_NAME, content=run.dump())
+            store.sync("")
 
     def _find_run(self, looked: Answers[_View | None]) -> tuple[RunRecord, dict[int, _View]]:
-        """Return the record of the run, and the contents of the homes that have the run.
+        """Return the record of the run, and the contents of the homes with the run.
 
         Raises: FormatError(RUN_MISMATCH); UnsupportedError; StoreError(HOMES_AWAY). Spec:
             REQ-RUN-070.
@@ -744,7 +751,7 @@ class Homes:
         members = {number: view for number, view in looked.values.items() if view is not None}
         is_new = not any(view.newest for view in members.values())
         if len(members) < self._majority and is_new and len(looked.values) == len(self.homes):
-            # The process that founded the run ended in between.
+            # The founding process ended in between.
             run = members[min(members)].run
             for number in looked.values.keys() - members.keys():
                 create_once(self.homes[number].open(), RUN_NAME, content=run.dump())
@@ -825,7 +832,7 @@ class Homes:
 
 
 def _errors_of(
-    homes: Sequence[Home], answered: Container[int], errors: Mapping[int, CkptError]
+    homes: Sequence[HomePlace], answered: Container[int], errors: Mapping[int, CkptError]
 ) -> dict[int, CkptError]:
     """Return the error of each home without an answer."""
     silent = err(Code.STORE_NO_ANSWER, "no answer in time")
@@ -835,7 +842,7 @@ def _errors_of(
 
 
 def _homes_away(
-    homes: Mapping[int, Home],
+    homes: Mapping[int, HomePlace],
     answers: Answers[Any],
     requirement: str,
     *,
@@ -854,7 +861,7 @@ def _homes_away(
 
 
 def _unite(
-    views: Mapping[int, _View], homes: Sequence[Home]
+    views: Mapping[int, _View], homes: Sequence[HomePlace]
 ) -> tuple[list[Launch | LostLaunch], list[RunEntry]]:
     """Return the launches and checkpoints of all homes.
 
@@ -880,13 +887,13 @@ def _unite(
     return [launches[number] for number in sorted(launches)], ordered
 
 
-def _diverged(path: str, home: Home) -> CkptError:
+def _diverged(path: str, home: HomePlace) -> CkptError:
     detail = f"it is another one at {home.name} than at the homes before"
     return err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-069")
 
 
 def _digest_of(entry: RunEntry) -> str | None:
-    """Return the manifest's digest of a committed or retired checkpoint; else None."""
+    """Return the manifest's digest of a committed or retired checkpoint, or None."""
     if isinstance(entry.register, Tombstone):
         return entry.register.manifest_digest
     return None if entry.manifest is None else entry.manifest.digest

@@ -586,14 +586,7 @@ def begin_launch(
         mend=mend,
     )
     if elect is None and HOMES in run.writer_features:
-        raise err(
-            Code.ARGUMENT,
-            "the run has several homes, and a launch needs the votes of a majority",
-            where=store.name,
-            requirement="REQ-RUN-066",
-            remedy="Pass copies=[ckptfmt.Homes([...])] with the other homes of the run; in place of"
-            " a lost home, pass an empty place.",
-        )
+        raise _without_votes(store)
     while True:
         if after is not None:
             check_not_fenced(store, after)
@@ -645,6 +638,16 @@ def begin_launch(
             return launch, checkpoint
         # A clean-up missed the record and retired the checkpoint; the next record
         # names another checkpoint.
+
+
+def _without_votes(store: Store) -> CkptError:
+    return err(
+        Code.ARGUMENT,
+        "the run has several homes, and a launch needs the votes of a majority",
+        where=store.name,
+        remedy="Pass copies=[ckptfmt.Homes([...])] with the other homes of the run; in place of a"
+        " lost home, pass an empty place.",
+    )
 
 
 def _find_greatest(store: Store) -> int:

@@ -1,4 +1,4 @@
-"""The copies of a launch's commits to the other homes of a run, beside the training."""
+"""The copies of a launch's commits to the further homes of a run, beside the training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.run import Launch, RunRecord
-from ckptfmt.run.homes import Home, majority_of
+from ckptfmt.run.homes import HomePlace, majority_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saving.handle import SaveHandle
 from ckptfmt.saving.mirrors import Mirrors
@@ -19,15 +19,15 @@ _GRACE_S: Final = 5.0
 
 
 class HomeCopies:
-    """The copies of a launch's commits to the other homes of the run, a thread for each home.
+    """The copies of a launch's commits to the further homes of the run, a thread for each home.
 
     Args:
         home: home at which the launch commits.
-        others: the other homes.
+        others: the further homes.
         reports: list to which a sentence is added for each problem.
     """
 
-    def __init__(self, home: Store, others: Sequence[Home], reports: list[str]) -> None:
+    def __init__(self, home: Store, others: Sequence[HomePlace], reports: list[str]) -> None:
         self._needed_count = majority_of(len(others) + 1) - 1
         self._copies = [
             Mirrors(
@@ -46,7 +46,7 @@ class HomeCopies:
     def begin(self, run: RunRecord, launch: Launch, retention: Retention) -> None:
         """Start a copy to each home at the begin of a launch.
 
-        The checkpoint from which the launch resumes may be at one home only.
+        The checkpoint from which the launch resumes may be at a single home.
 
         Args:
             retention: rule by which checkpoints stay at each home.
@@ -60,7 +60,7 @@ class HomeCopies:
             copy.start()
 
     def follow(self, handle: SaveHandle) -> None:
-        """Copy the checkpoints at the end of a save; a save that failed may have committed, too."""
+        """Copy the checkpoints at the end of a save; a failed save may be committed, too."""
         handle.call_at_end(self.start)
 
     def close(self, deadline_s: float) -> None:
@@ -85,8 +85,8 @@ class HomeCopies:
         return tidy_up(store, run, launch=launch.launch, retention=retention, aborts=False)[1]
 
 
-def _open(home: Home) -> Store:
-    """Return the store of a home that answers; a look at the run for nothing is spared."""
+def _open(home: HomePlace) -> Store:
+    """Return the store of a home, after an answer: a silent home costs no look at the run."""
     store = home.open()
     store.list_names("votes")
     return store

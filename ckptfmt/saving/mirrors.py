@@ -17,10 +17,10 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
 #: Place of a mirror: a directory or URL, a store rooted there, or another home of the run.
-Place: TypeAlias = "str | os.PathLike[str] | Store | Home"
+Place: TypeAlias = "str | os.PathLike[str] | Store | HomePlace"
 
 if TYPE_CHECKING:
-    from ckptfmt.run.homes import Home
+    from ckptfmt.run.homes import HomePlace
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Longest time for a copy to stop after a request, in seconds.

@@ -158,16 +158,16 @@ def break_rule(rule: str | None) -> None:
     elif rule == "follow":
         run_homes.OtherHomes.await_copy = lambda *_, **__: None  # type: ignore[method-assign]
     elif rule == "votes":
-        whole = run_homes.Homes._collect
+        whole = run_homes.RunHomes._collect
 
-        def collect(self: run_homes.Homes, run_id: str, known: int) -> Any:
+        def collect(self: run_homes.RunHomes, run_id: str, known: int) -> Any:
             majority, self._majority = self._majority, 1
             try:
                 return whole(self, run_id, known)
             finally:
                 self._majority = majority
 
-        run_homes.Homes._collect = collect  # type: ignore[method-assign]
+        run_homes.RunHomes._collect = collect  # type: ignore[method-assign]
 
 
 def work(plan: Plan, told: multiprocessing.connection.Connection) -> None:

@@ -22,7 +22,7 @@ from ckptfmt.documents.run import Launch
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import homes as run_homes
 from ckptfmt.run import lineage
-from ckptfmt.run.homes import Answers, Home, Homes
+from ckptfmt.run.homes import Answers, HomePlace, RunHomes
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.store.memory import MemoryStore
@@ -148,7 +148,7 @@ class HomeStore(GatedStore):
 
 
 def ask_in_turn(
-    asked: Mapping[int, Home],
+    asked: Mapping[int, HomePlace],
     question: Callable[[Store], Any],
     *,
     deadline_s: float,
@@ -179,10 +179,12 @@ def in_turn() -> Iterator[None]:
         yield
 
 
-def homes_of(root: Any, away: str = "") -> Homes:
+def homes_of(root: Any, away: str = "") -> RunHomes:
     """Return the homes of the run in a store, as a job that doesn't reach some of them sees them."""
-    found = [Home(Unreachable(name) if name in away else root.at(name), name) for name in NAMES]
-    return Homes(found, away_after_s=0.0)
+    found = [
+        HomePlace(Unreachable(name) if name in away else root.at(name), name) for name in NAMES
+    ]
+    return RunHomes(found, away_after_s=0.0)
 
 
 def run_job(
@@ -229,7 +231,7 @@ def run_job(
     return launch
 
 
-def _copy(home: Any, others: tuple[Home, ...], launch: Launch, keep: int | None) -> None:
+def _copy(home: Any, others: tuple[HomePlace, ...], launch: Launch, keep: int | None) -> None:
     """Copy the run to the other homes, as the threads of `HomeCopies` do."""
     for other in others:
         with contextlib.suppress(CkptError):

@@ -22,6 +22,7 @@ def test_public_names_are_few():
         "Checks",
         "Healer",
         "Job",
+        "Homes",
         "Loading",
         "Mirror",
         "Retention",

@@ -18,7 +18,7 @@ from ckptfmt.__main__ import main
 from ckptfmt.documents.run import RUN_NAME, VOTES, Launch, Vote, launch_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import homes as run_homes
-from ckptfmt.run.homes import Home, OtherHomes
+from ckptfmt.run.homes import HomePlace, OtherHomes
 from ckptfmt.run.lineage import (
     begin_launch,
     find_head,
@@ -56,7 +56,7 @@ class Switched(HookedStore):
             raise err(Code.STORE_NO_ANSWER, "the test has switched it off", where=operation.path)
 
 
-class Homes:
+class Directories:
     """Three homes on the disk.
 
     Attributes:
@@ -83,8 +83,8 @@ class Homes:
 
 
 @pytest.fixture
-def homes(tmp_path: Path) -> Homes:
-    return Homes(tmp_path)
+def homes(tmp_path: Path) -> Directories:
+    return Directories(tmp_path)
 
 
 def checkpointer_of(
@@ -128,7 +128,7 @@ def code_of(action: Callable[[], object]) -> Code:
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_each_home_has_the_whole_run(homes: Homes, saver: Any) -> None:
+def test_each_home_has_the_whole_run(homes: Directories, saver: Any) -> None:
     right = undisturbed()
     saving = ckptfmt.Saving(saver=saver)
     train(homes.paths, 10, saving=saving)
@@ -146,7 +146,7 @@ def test_each_home_has_the_whole_run(homes: Homes, saver: Any) -> None:
         assert ckptfmt.load(path, Training().state, allow="missing").step == STEPS
 
 
-def test_a_home_votes_for_one_launch_of_a_number(homes: Homes) -> None:
+def test_a_home_votes_for_one_launch_of_a_number(homes: Directories) -> None:
     """REQ-RUN-065."""
     train(homes.paths, 4)
     store = homes.stores[0]
@@ -163,7 +163,7 @@ def test_a_home_votes_for_one_launch_of_a_number(homes: Homes) -> None:
     assert code_of(lambda: Vote.parse(vote.dump(), where=named)) == Code.RUN_MISMATCH
 
 
-def test_no_save_is_two_ahead_of_the_other_homes(homes: Homes) -> None:
+def test_no_save_is_two_ahead_of_the_other_homes(homes: Directories) -> None:
     """REQ-RUN-068: with the second save, the first one must be at another home."""
     off: set[str] = set()
     training = Training()
@@ -184,11 +184,11 @@ def test_no_save_is_two_ahead_of_the_other_homes(homes: Homes) -> None:
     assert find_head(homes.stores[0])[0] == "step-00000004-l0001"
 
 
-def test_a_saver_without_a_trainer_waits_for_no_copies(homes: Homes) -> None:
+def test_a_saver_without_a_trainer_waits_for_no_copies(homes: Directories) -> None:
     train(homes.paths, 4)
     for store in homes.stores[1:]:
         shutil.rmtree(Path(store.name) / "step-00000004-l0001")
-    others = OtherHomes(homes=tuple(map(Home.of, homes.paths[1:])), away_after_s=1.0)
+    others = OtherHomes(homes=tuple(map(HomePlace.of, homes.paths[1:])), away_after_s=1.0)
     gives_up = threading.Event()
     gives_up.set()
     begin_s = time.monotonic()
@@ -206,7 +206,7 @@ def test_a_saver_without_a_trainer_waits_for_no_copies(homes: Homes) -> None:
 # --- a home is away -------------------------------------------------------------------------------
 
 
-def test_a_launch_goes_on_at_another_home(homes: Homes) -> None:
+def test_a_launch_goes_on_at_another_home(homes: Directories) -> None:
     right = undisturbed()
     train(homes.of_job(set()), 10)
     training, checkpointer = train(homes.of_job({"a"}), 18)
@@ -227,7 +227,7 @@ def test_a_launch_goes_on_at_another_home(homes: Homes) -> None:
     assert training.bits() == right.bits()
 
 
-def test_a_home_that_goes_away_amid_a_training_ends_no_training(homes: Homes) -> None:
+def test_a_home_that_goes_away_amid_a_training_ends_no_training(homes: Directories) -> None:
     off: set[str] = set()
     training = Training()
     with checkpointer_of(homes.of_job(off), training) as checkpointer:
@@ -242,7 +242,7 @@ def test_a_home_that_goes_away_amid_a_training_ends_no_training(homes: Homes) ->
     assert len(set(homes.heads())) == 1
 
 
-def test_without_a_majority_no_launch_begins(homes: Homes) -> None:
+def test_without_a_majority_no_launch_begins(homes: Directories) -> None:
     """REQ-RUN-066."""
     train(homes.of_job(set()), 4)
     with pytest.raises(CkptError, match="1 of 3 homes answer, and 2 are needed") as caught:
@@ -252,7 +252,7 @@ def test_without_a_majority_no_launch_begins(homes: Homes) -> None:
     assert [list_vote_numbers(store) for store in homes.stores] == [[1]] * 3
 
 
-def test_a_launch_without_the_other_homes_is_refused(homes: Homes) -> None:
+def test_a_launch_without_the_other_homes_is_refused(homes: Directories) -> None:
     """REQ-RUN-066."""
     train(homes.paths, 4)
     training = Training()
@@ -264,7 +264,7 @@ def test_a_launch_without_the_other_homes_is_refused(homes: Homes) -> None:
     assert homes.numbers() == [[1]] * 3
 
 
-def test_the_number_of_a_launch_is_new_at_every_home(homes: Homes) -> None:
+def test_the_number_of_a_launch_is_new_at_every_home(homes: Directories) -> None:
     """REQ-RUN-066: votes that came to nothing take a number, too."""
     train(homes.paths, 4)
     run = read_known_run(homes.stores[0])
@@ -280,7 +280,7 @@ def test_the_number_of_a_launch_is_new_at_every_home(homes: Homes) -> None:
 # --- two jobs -------------------------------------------------------------------------------------
 
 
-def test_a_job_that_was_taken_for_dead_commits_nothing_that_counts(homes: Homes) -> None:
+def test_a_job_that_was_taken_for_dead_commits_nothing_that_counts(homes: Directories) -> None:
     """REQ-RUN-067: its home still answers it, and has no newer launch."""
     off: set[str] = set()
     old = Training()
@@ -311,16 +311,16 @@ def test_a_job_that_was_taken_for_dead_commits_nothing_that_counts(homes: Homes)
     ]  # fmt: skip
 
 
-def test_votes_of_a_minority_overtake_nobody(homes: Homes) -> None:
+def test_votes_of_a_minority_overtake_nobody(homes: Directories) -> None:
     """REQ-RUN-067: a launch that got one vote of three hasn't begun."""
     train(homes.paths, 4)
     run = read_known_run(homes.stores[0])
-    others = OtherHomes(homes=tuple(map(Home.of, homes.paths[1:])), away_after_s=0.3)
+    others = OtherHomes(homes=tuple(map(HomePlace.of, homes.paths[1:])), away_after_s=0.3)
     vote = Vote(run_id=run.run_id, launch=2, nonce="1" * 32)
     run_homes._cast(homes.stores[2], vote)
     others.confirm(homes.stores[0], run.run_id, 1)
     # While a home is away, its vote may be the second one.
-    cut = Home(Switched(homes.stores[1], "b", {"b"}), "b")
+    cut = HomePlace(Switched(homes.stores[1], "b", {"b"}), "b")
     unsure = dataclasses.replace(others, homes=(cut, others.homes[1]))
     assert code_of(lambda: unsure.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
     run_homes._cast(homes.stores[1], vote)
@@ -329,18 +329,18 @@ def test_votes_of_a_minority_overtake_nobody(homes: Homes) -> None:
     assert code_of(lambda: away.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
 
 
-def test_a_place_without_the_run_confirms_nothing(homes: Homes) -> None:
+def test_a_place_without_the_run_confirms_nothing(homes: Directories) -> None:
     """REQ-RUN-067, REQ-RUN-070: an empty directory, such as a mount point, has no newer votes."""
     train(homes.paths, 4)
     run = read_known_run(homes.stores[0])
-    empty = Home(MemoryStore(), "empty")
-    cut = Home(Switched(homes.stores[2], "c", {"c"}), "c")
+    empty = HomePlace(MemoryStore(), "empty")
+    cut = HomePlace(Switched(homes.stores[2], "c", {"c"}), "c")
     others = OtherHomes(homes=(empty, cut), away_after_s=0.3)
     assert code_of(lambda: others.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
 
 
 @pytest.mark.parametrize("saver", ["thread", "inline"])
-def test_a_rewind_gets_votes_of_its_own(homes: Homes, saver: Any) -> None:
+def test_a_rewind_gets_votes_of_its_own(homes: Directories, saver: Any) -> None:
     right = undisturbed()
     training = Training()
     saving = ckptfmt.Saving(saver=saver)
@@ -356,7 +356,7 @@ def test_a_rewind_gets_votes_of_its_own(homes: Homes, saver: Any) -> None:
     assert len(set(homes.heads())) == 1
 
 
-def test_a_rollback_by_hand_holds_at_every_home(homes: Homes) -> None:
+def test_a_rollback_by_hand_holds_at_every_home(homes: Directories) -> None:
     train(homes.of_job(set()), 10)
     _, checkpointer = train(homes.of_job({"a"}), 6, resume="step-00000004-l0001", every=None)
     assert checkpointer.launch is not None
@@ -381,7 +381,7 @@ def train_alone(total: int) -> Training:
 # --- places that become homes ---------------------------------------------------------------------
 
 
-def test_a_run_is_founded_while_all_homes_answer(homes: Homes) -> None:
+def test_a_run_is_founded_while_all_homes_answer(homes: Directories) -> None:
     """REQ-RUN-070."""
     with pytest.raises(CkptError, match="Start once while all homes answer") as caught:
         train(homes.of_job({"c"}), 8, away_after_s=0.2)
@@ -394,7 +394,7 @@ def test_a_run_is_founded_while_all_homes_answer(homes: Homes) -> None:
 
 
 @pytest.mark.parametrize("away", [set(), {"a"}])
-def test_empty_places_decide_nothing(homes: Homes, away: set[str]) -> None:
+def test_empty_places_decide_nothing(homes: Directories, away: set[str]) -> None:
     """REQ-RUN-070: a majority without the run knows nothing of it."""
     train(homes.of_job(set()), 4)
     for path in homes.paths[1:]:
@@ -406,7 +406,7 @@ def test_empty_places_decide_nothing(homes: Homes, away: set[str]) -> None:
     assert [sorted(path.iterdir()) for path in homes.paths[1:]] == [[], []]
 
 
-def test_lost_homes_are_replaced_by_copies(homes: Homes, capsys: Any) -> None:
+def test_lost_homes_are_replaced_by_copies(homes: Directories, capsys: Any) -> None:
     """REQ-RUN-070: the remedy of the error."""
     train(homes.paths, 4)
     for path in homes.paths[1:]:
@@ -426,7 +426,7 @@ def test_lost_homes_are_replaced_by_copies(homes: Homes, capsys: Any) -> None:
     assert train(homes.paths, STEPS)[1].reports == ()
 
 
-def test_a_missing_directory_is_away(homes: Homes) -> None:
+def test_a_missing_directory_is_away(homes: Directories) -> None:
     """A mount point may be missing: nothing is written in its place."""
     train(homes.paths, 4)
     shutil.rmtree(homes.paths[2])
@@ -436,7 +436,7 @@ def test_a_missing_directory_is_away(homes: Homes) -> None:
     assert "the directory is missing" in checkpointer.reports[0]
 
 
-def test_a_damaged_home_is_away(homes: Homes) -> None:
+def test_a_damaged_home_is_away(homes: Directories) -> None:
     train(homes.of_job(set()), 4)
     homes.stores[1].replace(RUN_NAME, b"damaged")
     _, checkpointer = train(homes.of_job(set()), 8)
@@ -444,7 +444,7 @@ def test_a_damaged_home_is_away(homes: Homes) -> None:
     assert find_head(homes.stores[0])[0] == find_head(homes.stores[2])[0]
 
 
-def test_a_damaged_checkpoint_is_repaired_from_another_home(homes: Homes) -> None:
+def test_a_damaged_checkpoint_is_repaired_from_another_home(homes: Directories) -> None:
     train(homes.paths, 10)
     (shard,) = homes.paths[0].glob("step-00000010-l0001/weights-*")
     whole = shard.read_bytes()
@@ -458,7 +458,7 @@ def test_a_damaged_checkpoint_is_repaired_from_another_home(homes: Homes) -> Non
     assert shard.read_bytes() == whole
 
 
-def test_a_run_with_one_home_gets_two_more(homes: Homes, capsys: Any) -> None:
+def test_a_run_with_one_home_gets_two_more(homes: Directories, capsys: Any) -> None:
     training = Training()
     with ckptfmt.Checkpointer(homes.paths[0], training.state, every=4) as checkpointer:
         batches = training.batches()
@@ -472,7 +472,7 @@ def test_a_run_with_one_home_gets_two_more(homes: Homes, capsys: Any) -> None:
     assert len(set(homes.heads())) == 1
 
 
-def test_a_rewind_of_an_overtaken_job_is_refused(homes: Homes) -> None:
+def test_a_rewind_of_an_overtaken_job_is_refused(homes: Directories) -> None:
     """REQ-RUN-066: its home knows nothing of the newer launch."""
     train(homes.of_job(set()), 4)
     old = Training()
@@ -491,7 +491,7 @@ def test_a_rewind_of_an_overtaken_job_is_refused(homes: Homes) -> None:
     assert training.bits() == undisturbed().bits()
 
 
-def test_a_failed_answer_stops_no_later_save(homes: Homes) -> None:
+def test_a_failed_answer_stops_no_later_save(homes: Directories) -> None:
     """A commit without a confirmation is copied, and the next save waits for the copy."""
     off: set[str] = set()
     training = Training()
@@ -519,7 +519,7 @@ def test_a_failed_answer_stops_no_later_save(homes: Homes) -> None:
     assert len(set(homes.heads())) == 1
 
 
-def test_homes_of_two_runs_are_refused(homes: Homes) -> None:
+def test_homes_of_two_runs_are_refused(homes: Directories) -> None:
     train(homes.paths, 4)
     shutil.rmtree(homes.paths[2])
     other = LocalStore(homes.paths[2], writable=True)
@@ -528,7 +528,7 @@ def test_homes_of_two_runs_are_refused(homes: Homes) -> None:
     assert code_of(lambda: train(fresh, 8)) == Code.RUN_MISMATCH
 
 
-def test_copies_between_homes(homes: Homes) -> None:
+def test_copies_between_homes(homes: Directories) -> None:
     """REQ-RUN-069."""
     train(homes.paths, 4)
     first, second, _ = homes.stores
