@@ -472,7 +472,7 @@ def _check_member(store: Store, run_id: str) -> None:
 
 
 def find_previous(home: Store, launch: int) -> Reference | None:
-    """Return the newest commit of a launch at its home, else the checkpoint at the launch's start."""
+    """Return the newest commit of a launch at the home, else the checkpoint at the start."""
     steps = sorted((step for step, number in list_places(home) if number == launch), reverse=True)
     for step in steps:
         name = checkpoint_name(step, launch)

@@ -7,6 +7,7 @@ A row of the table is a task:
 - ``orders``: a power cut while actors go on in an order by chance;
 - ``objects``: the death of all actors at each point of all their orders, on an object store;
 - ``network``: the same for one actor whose requests and answers are lost, or arrive late;
+- ``homes``: the death of all jobs at each point of all their orders, in a run with three homes;
 - ``mutant``: a power cut in a protocol that is broken on purpose, which has to be convicted.
 
 Each state is read, judged and recovered from. States with equal files and promises are judged once:
@@ -28,7 +29,7 @@ from typing import Any, Final
 
 from ckptfmt.store.memory import Loss
 from ckptfmt.store.protocol import Store
-from tests.explorer import scenes, workloads
+from tests.explorer import homes, scenes, workloads
 from tests.explorer.content import deterministic
 from tests.explorer.copies import WORKLOADS, judge_of
 from tests.explorer.crashes import CrashCounts, explore_crashes, explore_recoveries, record
@@ -55,7 +56,7 @@ _OF_ONE: Final = (
 #: Most states of one point of a workload that are all judged; of more, 200 are.
 _LIMIT: Final = 1 << 12
 #: Recoveries in which the power is cut again, of each workload; and orders by chance.
-_AGAIN, _ORDERS = 150, 2000
+_AGAIN, _ORDERS = 150, 12_000
 _TIMES: Final = (1, 2, 3, 4)
 
 
@@ -139,6 +140,25 @@ def on_network(case: Case, judge: Judge, preemptions: int) -> CrashCounts:
     return _count(results, judge)
 
 
+def on_homes(name: str) -> CrashCounts:
+    """Let all jobs of a case die at each point of their orders, with three homes."""
+    judged: dict[Any, list[Violation]] = {}
+    with homes.in_turn():
+        initial = {} if name == "new_run" else homes.prepare()
+        jobs = homes.NEW_RUN if name == "new_run" else homes.CASES[name]
+        result = explore(
+            lambda: homes.HomesScene(jobs, initial, judged),
+            preemptions=1,
+            limit=1_000_000,
+            judge_state=homes.HomesScene.judge_state,
+        )
+    return CrashCounts(
+        state_count=result.state_count,
+        distinct_count=len(judged),
+        violations=[violation for violation, _ in result.violations],
+    )
+
+
 def _count(results: Sequence[Exploration], judge: Judge) -> CrashCounts:
     """Return the states of explorations, each of which a crash may leave."""
     return CrashCounts(
@@ -202,6 +222,8 @@ def list_tasks() -> dict[str, Callable[[], Any]]:
         found[f"network/{name}"] = functools.partial(on_network, case, Judge(), 3)
     for name in _OF_ONE:
         found[f"network/{name}"] = functools.partial(on_network, case_of(name), judge_of(name), 1)
+    for name in (*homes.CASES, "new_run"):
+        found[f"homes/{name}"] = functools.partial(on_homes, name)
     for name in CRASH_MUTANTS:
         found[f"mutant/{name}"] = functools.partial(convict, name)
     for name in WORKLOADS:

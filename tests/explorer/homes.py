@@ -252,9 +252,17 @@ class HomesScene:
     Args:
         jobs: the jobs by name.
         initial: contents of the store at the start.
+        judged: verdicts that are known already, by files and acknowledged saves. Reads change
+            neither.
     """
 
-    def __init__(self, jobs: Mapping[str, Job], initial: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        jobs: Mapping[str, Job],
+        initial: Mapping[str, bytes],
+        judged: dict[Hashable, list[Violation]] | None = None,
+    ) -> None:
+        self._judged = {} if judged is None else judged
         self.actors: dict[str, Actor] = {}
         self.saved: list[Saved] = []
         self._begun: dict[str, Launch] = {}
@@ -298,7 +306,12 @@ class HomesScene:
     def judge_state(self) -> list[Violation]:
         """Judge the homes as they are now, if all jobs die: then a later job goes on."""
         may_lose = any(job.away or job.cut for job in self._jobs.values())
-        return judge(self._store.snapshot(), self.saved, may_lose=may_lose)
+        files = self._store.snapshot()
+        key = frozenset(files.items()), tuple(self.saved)
+        if key not in self._judged:
+            with content.own_nonces("later"):
+                self._judged[key] = judge(files, self.saved, may_lose=may_lose)
+        return self._judged[key]
 
     def _is_cut(self, name: str, home: str) -> bool:
         return (name, home) in self._cuts
