@@ -136,11 +136,13 @@ def take_launch(
     reports: list[str] = []
     opened: list[Checkpoint] = []
     waited_s: list[float] = []
+    # `RunHomes.enter` has waited for the savers at all homes.
+    wait_s = 0.0 if homes is not None and homes.is_entered else deadline_s / 2
     waited, joined = _meet(
         group,
         survivor,
         known,
-        lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s),
+        lambda: _open_and_wait(store, writer_features, wait_s, waited_s),
     )
     if joined is not None:
         trusted = joined.trusted

@@ -26,7 +26,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, read_register
-from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
+from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, Reference, Tombstone, checkpoint_name
 from ckptfmt.documents.run import (
     LAUNCHES,
@@ -137,7 +137,7 @@ _OPENED: Final[dict[str, Store]] = {}
 #: The threads with questions, by the home's name, and the largest number of threads for a home.
 _ASKING: Final[dict[str, list[threading.Thread]]] = {}
 _ASKING_LOCK: Final = threading.Lock()
-_ASKING_COUNT: Final = 8
+_ASKING_COUNT: Final = 32
 #: Codes of errors despite a majority: the homes aren't homes of the same run, or a newer launch
 #: has begun.
 _FATAL: Final = frozenset({Code.RUN_MISMATCH, Code.HOMES_DIVERGED, Code.ARGUMENT, Code.FENCED})
@@ -322,16 +322,14 @@ class OtherHomes:
         while True:
             is_over = threading.Event()
             slice_s = min(slice_s, max(0.0, end_s - time.monotonic()))
-
-            def question(
-                store: Store, is_over: threading.Event = is_over, slice_s: float = slice_s
-            ) -> bool:
-                for _ in poll(slice_s, pause_max_s=1.0):
-                    if _has(store, run_id, before):
-                        return True
-                    if is_over.is_set() or gives_up.is_set():
-                        break
-                return False
+            question = functools.partial(
+                _await,
+                run_id=run_id,
+                reference=before,
+                end_s=time.monotonic() + slice_s,
+                is_over=is_over,
+                gives_up=gives_up,
+            )
 
             def is_enough(values: Mapping[int, bool]) -> bool:
                 return sum(values.values()) >= needed_count
@@ -489,6 +487,24 @@ def _has(store: Store, run_id: str, reference: Reference) -> bool:
     return isinstance(register, Manifest) and register.digest == reference.digest
 
 
+def _await(
+    store: Store,
+    *,
+    run_id: str,
+    reference: Reference,
+    end_s: float,
+    is_over: threading.Event,
+    gives_up: threading.Event,
+) -> bool:
+    """Wait for a checkpoint at a home, until a time or an event; return whether it is there."""
+    pause_s = _PAUSE_MIN_S
+    while not _has(store, run_id, reference):
+        if time.monotonic() >= end_s or gives_up.is_set() or is_over.wait(pause_s):
+            return False
+        pause_s = min(2 * pause_s, 1.0)
+    return True
+
+
 # --- votes ----------------------------------------------------------------------------------------
 
 
@@ -607,7 +623,7 @@ class RunHomes:
         missing = [n for n, error in alive.errors.items() if error.detail == _MISSING]
         check_apart([self.homes[n].open_unasked() for n in (*alive.values, *missing)])
         first = self._look(alive.values)
-        if not any(first.values.values()):
+        if not first.errors and not any(first.values.values()):
             self._found(alive, missing, writer_features)
             first = self._look(self._by_number)
         if len(first.values) < self._majority:
@@ -707,6 +723,11 @@ class RunHomes:
             self._mine = vote.launch
         return vote
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether `enter` got votes that no launch has taken yet."""
+        return self._vote is not None
+
     def mend(self, name: str) -> None:
         """Repair a damaged checkpoint at the home of the launch, from another home's copy.
 
@@ -749,6 +770,8 @@ class RunHomes:
             REQ-RUN-070.
         """
         members = {number: view for number, view in looked.values.items() if view is not None}
+        if not members:
+            raise _homes_away(self._by_number, Answers({}, looked.errors), "REQ-RUN-070")
         is_new = not any(view.newest for view in members.values())
         if len(members) < self._majority and is_new and len(looked.values) == len(self.homes):
             # The founding process ended in between.

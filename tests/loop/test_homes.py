@@ -601,3 +601,15 @@ def test_stores_in_memory_are_homes_too() -> None:
 def _forget_stores() -> Iterator[None]:
     yield
     run_homes._OPENED.clear()
+
+
+def test_a_damaged_record_founds_no_second_run(homes: Directories) -> None:
+    """REQ-RUN-070: an unreadable run.json isn't a missing one."""
+    train(homes.paths, 4)
+    for path in homes.paths[1:]:
+        shutil.rmtree(path)
+        path.mkdir()
+    homes.stores[0].replace(RUN_NAME, b"damaged")
+    run_homes._OPENED.clear()
+    assert code_of(lambda: train(homes.paths, 8, away_after_s=0.3)) == Code.HOMES_AWAY
+    assert [sorted(path.iterdir()) for path in homes.paths[1:]] == [[], []]
