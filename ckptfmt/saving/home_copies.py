@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckptfmt.commit.waiting import poll
-from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.documents.run import VOTES, Launch, RunRecord
 from ckptfmt.run.homes import HomePlace, majority_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saving.handle import SaveHandle
@@ -88,5 +88,5 @@ class HomeCopies:
 def _open(home: HomePlace) -> Store:
     """Return the store of a home, after an answer: a silent home costs no look at the run."""
     store = home.open()
-    store.list_names("votes")
+    store.list_names(VOTES)
     return store

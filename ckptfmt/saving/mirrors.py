@@ -73,6 +73,8 @@ class Mirrors:
         self._repeats = repeats
         self._tidy = tidy
         self._stop = threading.Event()
+        #: Ends a pause before another copy.
+        self._wake = threading.Event()
         self._lock = threading.Lock()  # guards the next five attributes
         self._is_wanted = self._is_behind = self._is_overtaken = False
         self._in_caches: frozenset[str] = frozenset()
@@ -132,6 +134,7 @@ class Mirrors:
                 " copies them"
             )
             self._stop.set()
+            self._wake.set()
             thread.join(_STOP_S)
 
     def _join(self, end_s: float) -> None:
@@ -141,6 +144,7 @@ class Mirrors:
 
     def start(self) -> None:
         """Start a copy of the committed checkpoints, after a copy in progress."""
+        self._wake.set()
         with self._lock:
             self._is_wanted = True
             if self._thread is None and not self._stop.is_set():
@@ -163,7 +167,8 @@ class Mirrors:
             if not self._repeats or not self._is_behind or self._is_overtaken:
                 pause_s = _PAUSE_S
                 continue
-            self._stop.wait(pause_s)
+            self._wake.wait(pause_s)
+            self._wake.clear()
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             with self._lock:
                 self._is_wanted = True
@@ -183,7 +188,7 @@ class Mirrors:
         is_whole = report.current and not (report.problems or report.stopped)
         with self._lock:
             self._in_caches = frozenset(report.in_caches)
-            self._is_behind |= self._repeats and not is_whole
+            self._is_behind |= self._repeats and not (report.current and not report.stopped)
         for problem in report.problems:
             self._report(f"MIRROR_BEHIND: {name}: {problem}")
         if is_whole and (left := self._tidy(store)):
