@@ -74,7 +74,7 @@ from ckptfmt.write.snapshot import Memory
 
 if TYPE_CHECKING:
     from ckptfmt.loop.healer import Healing
-    from ckptfmt.run.homes import OtherHomes, RunHomes
+    from ckptfmt.run.homes import RunHomes
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -172,8 +172,8 @@ class Checkpointer:
     #: The checkpoint from which this launch resumes; open until the RNG streams are restored.
     _checkpoint: Checkpoint | None = None
     launch: Launch | None = None
-    #: The other homes of the run; None for a run with one home.
-    _others: OtherHomes | None = None
+    #: Number of the home at which this launch commits, in a run with several homes.
+    _home_number = 0
     #: The number of the newest launch that this process knows; 0 before the first launch.
     _newest_launch = 0
     #: Whether processes lend each other contents in memory for the load of this launch.
@@ -1005,7 +1005,7 @@ class Checkpointer:
                 ledger=ledger,
                 signer=self._signer,
                 pin=pin_of(self._trust),
-                others=self._others,
+                others=None if self._homes is None else self._homes.beside(self._home_number),
             ),
             must=must or has_alarm,
             deadline_s=deadline_s,
@@ -1364,6 +1364,8 @@ class Checkpointer:
             require_signature=self._trust,
             homes=self._homes,
         )
+        for sentence in () if self._homes is None else self._homes.reports:
+            add_report(self._saves.reports, f"HOME_BEHIND: {sentence}")
         if survivor is None:
             self._adopt(taken)
             self._pace.meters.note_launch(self._store, taken)
@@ -1383,9 +1385,10 @@ class Checkpointer:
             )
         )
         number = entry["number"]
+        homes.adopt(entry["ids"])
         self._store = self._group.together(homes.homes[number].open)
-        self._others = homes.beside(number)
-        self._saves.use_home(self._store, self._others)
+        self._home_number = number
+        self._saves.use_home(self._store, homes.beside(number))
         for sentence in entry["reports"]:
             add_report(self._saves.reports, sentence)
         if self._healing is not None:

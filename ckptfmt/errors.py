@@ -685,8 +685,8 @@ class Code(StrEnum):
         "HOMES_AWAY",
         StoreError,
         (
-            "Try again when a majority of the homes answers. If a home is lost for good, put an"
-            " empty place into Homes instead, and start while all homes answer."
+            "Try again when a majority of the homes answers. In place of a home that is lost for"
+            " good, pass an empty place."
         ),
     )
     #: no other home of a run has the save before

@@ -27,6 +27,8 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.errors import Code, err
 
 RUN_NAME: Final = "run.json"
+#: The identity of a home, in a run with several homes.
+HOME_NAME: Final = "home.json"
 LAUNCHES: Final = "launches"
 #: The directory in which each saver holds a file during a save.
 SAVERS: Final = "savers"
@@ -154,11 +156,13 @@ class Vote:
         run_id: the run's id.
         launch: number of the launch.
         nonce: nonce of the launch, equal in all votes for this launch.
+        homes: ids of the homes of the run, as of this launch.
     """
 
     run_id: str
     launch: int
     nonce: str
+    homes: tuple[str, ...]
 
     @property
     def path(self) -> str:
@@ -167,7 +171,8 @@ class Vote:
 
     def dump(self) -> bytes:
         """Return the bytes of the vote."""
-        return dump_document({**head_of("vote"), **dataclasses.asdict(self)})
+        members = {**dataclasses.asdict(self), "homes": list(self.homes)}
+        return dump_document({**head_of("vote"), **members})
 
     @classmethod
     def parse(cls, content: bytes, *, where: str) -> Vote:
@@ -177,7 +182,45 @@ class Vote:
             IntegrityError, UnsupportedError.
         """
         signed = parse_of_launch(content, where=where, kind="vote", requirement="REQ-RUN-065")
-        return cls(run_id=signed["run_id"], launch=signed["launch"], nonce=signed["nonce"])
+        return cls(
+            run_id=signed["run_id"],
+            launch=signed["launch"],
+            nonce=signed["nonce"],
+            homes=tuple(signed["homes"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HomeRecord:
+    """The identity of a home, in a run with several homes.
+
+    Attributes:
+        run_id: the run's id.
+        home: id of the home, random.
+        homes: ids of the homes of the run; empty as long as unknown.
+        launch: number of the launch since which these are the homes; 0 without one.
+    """
+
+    run_id: str
+    home: str
+    homes: tuple[str, ...] = ()
+    launch: int = 0
+
+    def dump(self) -> bytes:
+        """Return the bytes of ``home.json``."""
+        members = {**dataclasses.asdict(self), "homes": list(self.homes)}
+        return dump_document({**head_of("home"), **members})
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: str = HOME_NAME) -> HomeRecord:
+        """Return the home of ``home.json``. Raises: FormatError, IntegrityError."""
+        signed, _ = parse_document(content, where=where, types=("home",))
+        return cls(
+            run_id=signed["run_id"],
+            home=signed["home"],
+            homes=tuple(signed["homes"]),
+            launch=signed["launch"],
+        )
 
 
 def labels_name(checkpoint: str, number: int) -> str:

@@ -21,17 +21,19 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, Self, TypeVar
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, read_register
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, Reference, Tombstone, checkpoint_name
 from ckptfmt.documents.run import (
+    HOME_NAME,
     LAUNCHES,
     RUN_NAME,
     VOTES,
+    HomeRecord,
     Launch,
     RunRecord,
     Vote,
@@ -83,10 +85,12 @@ class HomePlace:
     Attributes:
         address: address of the store, or a store without an address.
         name: name for messages.
+        home_id: id of the home; empty as long as unknown.
     """
 
     address: Address | Store
     name: str
+    home_id: str = ""
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Store) -> Self:
@@ -108,12 +112,16 @@ class HomePlace:
         """
         if not isinstance(self.address, bytes | dict):
             return self.address
-        if isinstance(self.address, bytes) and not (makes or os.path.isdir(self.address)):  # noqa: PTH112
-            raise err(Code.STORE_IO, _MISSING, where=self.name)
-        key = repr(self.address)
-        store = _OPENED.get(key)
+        if isinstance(self.address, bytes) and not makes:
+            try:
+                os.stat(self.address)  # noqa: PTH116
+            except FileNotFoundError as error:
+                raise err(Code.STORE_IO, _MISSING, where=self.name) from error
+            except OSError as error:
+                raise err(Code.STORE_IO, str(error), where=self.name) from error
+        store = _OPENED.get(self.key)
         if store is None:
-            store = _OPENED[key] = open_address(self.address, writable=True)
+            store = _OPENED[self.key] = open_address(self.address, writable=True)
         return store
 
     def open_unasked(self) -> Store:
@@ -125,22 +133,35 @@ class HomePlace:
         return self.address
 
     @property
+    def key(self) -> str:
+        """A text that distinguishes the homes of this process."""
+        return repr(self.address) if self.has_address else str(id(self.address))
+
+    @property
     def has_address(self) -> bool:
         """Whether any process of this machine can open the home."""
         return isinstance(self.address, bytes | dict)
 
 
 #: The detail of the error of a missing directory.
-_MISSING: Final = "the directory is missing; an empty directory would become a home"
+_MISSING: Final = "the directory is missing"
 #: The opened stores, by the text of their addresses.
 _OPENED: Final[dict[str, Store]] = {}
 #: The threads with questions, by the home's name, and the largest number of threads for a home.
 _ASKING: Final[dict[str, list[threading.Thread]]] = {}
 _ASKING_LOCK: Final = threading.Lock()
 _ASKING_COUNT: Final = 32
+#: The error of a place that isn't a home of the run.
+_STRANGER: Final = err(
+    Code.FILE_MISSING, "it isn't a home of the run; if nothing there is needed, empty it"
+)
 #: Codes of errors despite a majority: the homes aren't homes of the same run, or a newer launch
 #: has begun.
 _FATAL: Final = frozenset({Code.RUN_MISMATCH, Code.HOMES_DIVERGED, Code.ARGUMENT, Code.FENCED})
+
+
+#: The queue of answers: the number of a home, and its answer or error.
+_Told: TypeAlias = "queue.SimpleQueue[tuple[int, T | None, BaseException | None]]"
 
 
 @dataclasses.dataclass(slots=True)
@@ -161,9 +182,11 @@ def ask(
     question: Callable[[Store], T],
     *,
     deadline_s: float,
+    member_of: str = "",
     is_enough: Callable[[Mapping[int, T]], bool] = lambda _: False,
+    grace_s: float | None = None,
 ) -> Answers[T]:
-    """Ask several homes at once, and again after a StoreError, until all have answered.
+    """Ask several homes at once, and again after a StoreError, until all answers or the deadline.
 
     A home with damaged documents has no answer either: a majority without damage goes on.
 
@@ -171,17 +194,32 @@ def ask(
         homes: homes by their numbers.
         question: called with the store of each home, in a thread of the home.
         deadline_s: longest wait in seconds. A home without an answer by then is away.
+        member_of: id of the run: only a home of the run, with the known id, has an answer. Empty
+            to ask any place.
         is_enough: whether the answers so far are enough to end the wait.
+        grace_s: longest wait after the answers of a majority, in seconds; None for the deadline.
 
     Raises: errors of `_FATAL`; exceptions except CkptError.
     """
-    told: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+    told: _Told[T] = queue.SimpleQueue()
     end_s = time.monotonic() + deadline_s
     is_over = threading.Event()
-    for number, home in homes.items():
-        _start_asking(home, question, end_s, is_over, functools.partial(_tell, told, number))
     answers: Answers[T] = Answers()
     final: set[int] = set()
+
+    def ask_member(home: HomePlace) -> T:
+        store = home.open()
+        if member_of:
+            check_member(store, member_of, home.home_id)
+        return question(store)
+
+    for number, home in homes.items():
+        keep_asking = functools.partial(
+            _keep_asking, functools.partial(ask_member, home), end_s, is_over, told, number
+        )
+        if not _start_asking(home, keep_asking):
+            answers.errors[number] = err(Code.STORE_NO_ANSWER, "earlier requests have no answer")
+            final.add(number)
     try:
         while len(final) < len(homes) and not is_enough(answers.values):
             try:
@@ -192,6 +230,8 @@ def ask(
                 answers.errors.pop(number, None)
                 answers.values[number] = value  # type: ignore[assignment]
                 final.add(number)
+                if grace_s is not None and len(answers.values) == majority_of(len(homes)):
+                    end_s = min(end_s, time.monotonic() + grace_s)
                 continue
             if not isinstance(error, CkptError):
                 raise error
@@ -205,58 +245,38 @@ def ask(
     return answers
 
 
-def _tell(
-    told: queue.SimpleQueue[tuple[int, T | None, BaseException | None]],
-    number: int,
-    value: T | None,
-    error: BaseException | None,
-) -> None:
-    told.put((number, value, error))
-
-
-def _start_asking(
-    home: HomePlace,
-    question: Callable[[Store], T],
-    end_s: float,
-    is_over: threading.Event,
-    tell: Callable[[T | None, BaseException | None], None],
-) -> None:
-    """Ask a home in a thread, unless earlier questions to the home hang in their threads."""
+def _start_asking(home: HomePlace, keep_asking: Callable[[], None]) -> bool:
+    """Ask a home in a thread; return False if too many questions to the home hang in threads."""
     with _ASKING_LOCK:
-        threads = _ASKING.setdefault(home.name, [])
+        threads = _ASKING.setdefault(home.key, [])
         threads[:] = [thread for thread in threads if thread.is_alive()]
         if len(threads) >= _ASKING_COUNT:
-            tell(None, err(Code.STORE_NO_ANSWER, "earlier requests have no answer yet"))
-            return
+            return False
         # A daemon: a request to an unresponsive store may take minutes.
-        thread = threading.Thread(
-            target=_keep_asking,
-            args=(home, question, end_s, is_over, tell),
-            name="ckptfmt-home",
-            daemon=True,
-        )
+        thread = threading.Thread(target=keep_asking, name="ckptfmt-home", daemon=True)
         thread.start()
         threads.append(thread)
+        return True
 
 
 def _keep_asking(
-    home: HomePlace,
-    question: Callable[[Store], T],
+    question: Callable[[], T],
     end_s: float,
     is_over: threading.Event,
-    tell: Callable[[T | None, BaseException | None], None],
+    told: _Told[T],
+    number: int,
 ) -> None:
     """Ask a home until an answer or the end of the time; every error is told."""
     pause_s = _PAUSE_MIN_S
     while True:
         try:
-            value = question(home.open())
+            value = question()
         except BaseException as error:  # noqa: BLE001
-            tell(None, error)
+            told.put((number, None, error))
             if not isinstance(error, StoreError) or time.monotonic() + pause_s >= end_s:
                 return
         else:
-            tell(value, None)
+            told.put((number, value, None))
             return
         if is_over.wait(pause_s):
             return
@@ -278,22 +298,34 @@ class OtherHomes:
 
     Attributes:
         homes: the homes.
+        home_id: id of the home at which the launch commits.
         away_after_s: time after which a silent home counts as away, in seconds.
+        own: nonces of this process's votes: they overrule no launch of this process.
     """
 
     homes: tuple[HomePlace, ...]
+    home_id: str
     away_after_s: float
+    own: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the homes as plain values; a store without an address stays a store."""
-        homes = [[home.address, home.name] for home in self.homes]
-        return {"homes": homes, "away_after_s": str(self.away_after_s)}
+        return {
+            "homes": [[home.address, home.name, home.home_id] for home in self.homes],
+            "home_id": self.home_id,
+            "away_after_s": str(self.away_after_s),
+            "own": list(self.own),
+        }
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         """Return the homes of `as_dict`."""
-        homes = tuple(HomePlace(address, name) for address, name in value["homes"])
-        return cls(homes=homes, away_after_s=float(value["away_after_s"]))
+        return cls(
+            homes=tuple(HomePlace(*row) for row in value["homes"]),
+            home_id=value["home_id"],
+            away_after_s=float(value["away_after_s"]),
+            own=tuple(value["own"]),
+        )
 
     def await_copy(
         self,
@@ -317,34 +349,34 @@ class OtherHomes:
         if before is None:
             return
         needed_count = majority_of(len(self.homes) + 1) - 1
+        homes = dict(enumerate(self.homes))
         end_s = time.monotonic() + deadline_s
         slice_s = _SLICE_MIN_S
+
+        def is_enough(values: Mapping[int, bool]) -> bool:
+            return sum(values.values()) >= needed_count
+
         while True:
+            slice_end_s = min(end_s, time.monotonic() + slice_s)
             is_over = threading.Event()
-            slice_s = min(slice_s, max(0.0, end_s - time.monotonic()))
             question = functools.partial(
-                _await,
-                run_id=run_id,
-                reference=before,
-                end_s=time.monotonic() + slice_s,
-                is_over=is_over,
-                gives_up=gives_up,
+                _await, reference=before, end_s=slice_end_s, is_over=is_over, gives_up=gives_up
             )
-
-            def is_enough(values: Mapping[int, bool]) -> bool:
-                return sum(values.values()) >= needed_count
-
             answers = ask(
-                dict(enumerate(self.homes)), question, deadline_s=slice_s, is_enough=is_enough
+                homes,
+                question,
+                deadline_s=max(0.0, slice_end_s - time.monotonic()),
+                member_of=run_id,
+                is_enough=is_enough,
             )
             is_over.set()
             if is_enough(answers.values):
                 return
             with contextlib.suppress(StoreError):  # a newer launch is why nobody copies
                 self.confirm(home, run_id, launch)
-            if gives_up.is_set() or time.monotonic() >= end_s:
+            if gives_up.wait(max(0.0, slice_end_s - time.monotonic())) or time.monotonic() >= end_s:
                 break
-            slice_s = min(4 * max(slice_s, _SLICE_MIN_S), _SLICE_MAX_S)
+            slice_s = min(4 * slice_s, _SLICE_MAX_S)
         raise err(
             Code.HOME_BEHIND,
             f"{before.name} isn't at another home yet, and a commit before that could lose two"
@@ -360,9 +392,15 @@ class OtherHomes:
 
         Raises: FencedError(FENCED); StoreError(HOMES_AWAY). Spec: REQ-RUN-067.
         """
-        homes = dict(enumerate((HomePlace(home, home.name), *self.homes)))
+        homes = dict(enumerate((HomePlace(home, home.name, self.home_id), *self.homes)))
         check_votes(
-            homes, run_id, launch, None, deadline_s=self.away_after_s, requirement="REQ-RUN-067"
+            homes,
+            run_id,
+            launch,
+            None,
+            own=self.own,
+            deadline_s=self.away_after_s,
+            requirement="REQ-RUN-067",
         )
 
 
@@ -372,6 +410,7 @@ def check_votes(
     after: int,
     before: int | None,
     *,
+    own: Container[str],
     deadline_s: float,
     requirement: str,
 ) -> None:
@@ -379,44 +418,55 @@ def check_votes(
 
     Args:
         after, before: numbers of the launches; None for no launch behind.
+        own: nonces of the caller's own votes, which don't count.
         deadline_s: longest wait for a home in seconds.
 
     Raises: FencedError(FENCED); StoreError(HOMES_AWAY).
     """
     count = len(homes)
 
+    def is_between(number: int) -> bool:
+        return number > after and (before is None or number < before)
+
     def question(store: Store) -> dict[int, str]:
-        _check_member(store, run_id)
-        between = [
-            number
-            for number in list_vote_numbers(store)
-            if number > after and (before is None or number < before)
-        ]
+        found = {
+            number: _nonce_of(store, number)
+            for number in filter(is_between, list_vote_numbers(store))
+        }
+        votes = {number: nonce for number, nonce in found.items() if nonce not in own}
         # A launch with a record has had the votes of a majority.
-        begun = set(between).intersection(list_launch_numbers(store) if between else ())
+        begun = votes.keys() & list_launch_numbers(store) if votes else votes.keys()
         if begun:
             raise _overruled(after, max(begun), requirement)
-        return {number: _nonce_of(store, number) for number in between}
+        return votes
 
     def is_enough(values: Mapping[int, dict[int, str]]) -> bool:
         if len(values) < majority_of(count):
             return False
         return _find_overruling(values.values(), count, count - len(values)) is None
 
-    answers = ask(homes, question, deadline_s=deadline_s, is_enough=is_enough)
+    answers = ask(homes, question, deadline_s=deadline_s, member_of=run_id, is_enough=is_enough)
     if len(answers.values) < majority_of(count):
         raise _homes_away(homes, answers, requirement)
     newest = _find_overruling(answers.values.values(), count, 0)
     if newest is not None:
         raise _overruled(after, newest, requirement)
-    if not is_enough(answers.values):  # a home that is away may have the deciding vote
-        raise _homes_away(homes, answers, requirement)
+    if not is_enough(answers.values):
+        away = _errors_of(list(homes.values()), answers.values, answers.errors)
+        names = ", ".join(homes[number].name for number in away)
+        raise err(
+            Code.HOMES_AWAY,
+            f"another launch may have begun with the vote of {names}, which is away",
+            where=homes[0].name,
+            requirement=requirement,
+            remedy="Wait until all homes answer, or start the training anew.",
+        )
 
 
 def _overruled(launch: int, newest: int, requirement: str) -> CkptError:
     return err(
         Code.FENCED,
-        f"launch {newest} has taken over from launch {launch}, at another home",
+        f"launch {newest} has the votes of the homes, and takes over from launch {launch}",
         where=f"{VOTES}/{launch_name(newest)}",
         requirement=requirement,
     )
@@ -458,15 +508,30 @@ def _nonce_of(store: Store, number: int) -> str:
         return ""
 
 
-def _check_member(store: Store, run_id: str) -> None:
-    """Raise unless the store is a home of a run: a place without the run knows no votes.
+def read_home(store: Store) -> HomeRecord | None:
+    """Return the identity of a home; None at a place without one.
+
+    Raises: FormatError, IntegrityError.
+    """
+    try:
+        return HomeRecord.parse(store.read(HOME_NAME, limit_nbytes=limits.JSON_NBYTES))
+    except CkptError as error:
+        if error.code == Code.FILE_MISSING:
+            return None
+        raise
+
+
+def check_member(store: Store, run_id: str, home_id: str) -> None:
+    """Raise unless a place is the home of a run with this id.
+
+    Another place, such as an empty mount point, knows no votes.
 
     Raises: IntegrityError(FILE_MISSING); FormatError(RUN_MISMATCH). Spec: REQ-RUN-070.
     """
-    run = read_run(store)
-    if run is None:
-        raise err(Code.FILE_MISSING, "no run is here yet", where=RUN_NAME)
-    check_run_id(run_id, run.run_id, RUN_NAME)
+    home = read_home(store)
+    if home is None or home.home != home_id:
+        raise err(Code.FILE_MISSING, "the place isn't this home of the run", where=HOME_NAME)
+    check_run_id(run_id, home.run_id, HOME_NAME)
 
 
 def find_previous(home: Store, launch: int) -> Reference | None:
@@ -480,9 +545,8 @@ def find_previous(home: Store, launch: int) -> Reference | None:
     return read_launch(home, launch).resume_from
 
 
-def _has(store: Store, run_id: str, reference: Reference) -> bool:
+def _has(store: Store, reference: Reference) -> bool:
     """Return whether a home has a checkpoint; a retired checkpoint doesn't count."""
-    _check_member(store, run_id)
     register = read_register(store.at(reference.name))
     return isinstance(register, Manifest) and register.digest == reference.digest
 
@@ -490,7 +554,6 @@ def _has(store: Store, run_id: str, reference: Reference) -> bool:
 def _await(
     store: Store,
     *,
-    run_id: str,
     reference: Reference,
     end_s: float,
     is_over: threading.Event,
@@ -498,7 +561,7 @@ def _await(
 ) -> bool:
     """Wait for a checkpoint at a home, until a time or an event; return whether it is there."""
     pause_s = _PAUSE_MIN_S
-    while not _has(store, run_id, reference):
+    while not _has(store, reference):
         if time.monotonic() >= end_s or gives_up.is_set() or is_over.wait(pause_s):
             return False
         pause_s = min(2 * pause_s, 1.0)
@@ -518,9 +581,8 @@ def _cast(store: Store, vote: Vote) -> int:
     """Vote for a launch at a home.
 
     Returns: 0, or the number of the newest launch with a vote, if another launch has this number.
-    Raises: as `_check_member`; StoreError.
+    Raises: StoreError.
     """
-    _check_member(store, vote.run_id)
     try:
         create_once(store, vote.path, content=vote.dump())
     except CkptError as error:
@@ -536,17 +598,21 @@ def _cast(store: Store, vote: Vote) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """The contents of a home.
+    """The contents of a home, or of a place that may become one.
 
     Attributes:
-        run: the run's record.
+        home: identity of the home; None at a place without one.
+        run: the run's record; None before the first copy.
         launches, entries: see `list_launches` and `list_checkpoints`.
+        vote: the newest vote; None without a vote.
         newest: greatest number of a launch with a vote, a record or a checkpoint; 0 for none.
     """
 
-    run: RunRecord
+    home: HomeRecord | None
+    run: RunRecord | None
     launches: list[Launch | LostLaunch]
     entries: list[RunEntry]
+    vote: Vote | None
     newest: int
 
 
@@ -555,17 +621,20 @@ def _probe(store: Store) -> None:
     store.list_names(VOTES)
 
 
-def _look(store: Store) -> _View | None:
-    """Return the contents of a home; None at a place without the run."""
-    newest = max(list_vote_numbers(store), default=0)
+def _look(store: Store) -> _View:
+    """Return the contents of a home."""
+    numbers = list_vote_numbers(store)
+    vote = read_vote(store, numbers[-1]) if numbers else None
+    newest = max(numbers, default=0)
+    home = read_home(store)
     run = read_run(store)
     if run is None:
-        return None
+        return _View(home, None, [], [], vote, newest)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, with_labels=False)
     check_records(store, entries)
     known = [*(launch.launch for launch in launches), *(entry.launch for entry in entries)]
-    return _View(run, launches, entries, max([newest, *known]))
+    return _View(home, run, launches, entries, vote, max([newest, *known]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -574,11 +643,29 @@ class ChosenHome:
 
     Attributes:
         number: number of the home, in the order in which the homes were given.
+        ids: ids of all homes, in this order.
         reports: a sentence for each home away, or not up to date.
     """
 
     number: int
+    ids: tuple[str, ...]
     reports: tuple[str, ...]
+
+
+def _find_homes(views: Mapping[int, _View]) -> tuple[set[str], set[str]]:
+    """Return the ids of the homes of a run, and the ids that the newest vote may have set.
+
+    Both are empty before the first vote. A launch that changes the homes records them behind its
+    votes. In between, only a launch with a majority of both may begin.
+    """
+    places = [(view.home, view.vote) for view in views.values() if view.home is not None]
+    newest = max((home for home, _ in places), key=lambda home: home.launch)
+    # A vote from before the home had this id tells nothing of the homes.
+    votes = [vote for home, vote in places if vote is not None and home.home in vote.homes]
+    vote = max(votes, key=lambda vote: vote.launch, default=None)
+    if vote is None or vote.launch <= newest.launch or set(vote.homes) == set(newest.homes):
+        return set(newest.homes), set()
+    return set(newest.homes or vote.homes), set(vote.homes)
 
 
 class RunHomes:
@@ -587,24 +674,37 @@ class RunHomes:
     Args:
         homes: the homes; the first usable one is preferred.
         away_after_s: time after which a silent home counts as away, in seconds.
+
+    Attributes:
+        homes: the homes, with their ids after `enter`.
+        reports: a sentence for each repaired checkpoint.
     """
 
     def __init__(self, homes: Sequence[HomePlace], *, away_after_s: float) -> None:
         self.homes = tuple(homes)
+        self.reports: list[str] = []
         self._away_after_s = away_after_s
         self._majority = majority_of(len(homes))
-        self._by_number = dict(enumerate(self.homes))
         #: The votes for the next launch, with a look at the homes behind them.
         self._vote: Vote | None = None
-        #: Number of the last launch of this process with votes.
+        #: Number of the last launch of this process with votes, and the nonces of all its votes.
         self._mine = 0
+        self._own: list[str] = []
+        #: Ids of the homes of the run, and whether the homes must record them.
+        self._ids: tuple[str, ...] = ()
+        self._must_record = False
         #: The home of the launch, and the homes with an answer at the launch's begin.
         self._sources: list[HomePlace] = []
 
     def beside(self, number: int) -> OtherHomes:
         """Return the homes except a single home."""
         others = tuple(home for place, home in enumerate(self.homes) if place != number)
-        return OtherHomes(homes=others, away_after_s=self._away_after_s)
+        return OtherHomes(
+            homes=others,
+            home_id=self.homes[number].home_id,
+            away_after_s=self._away_after_s,
+            own=tuple(self._own),
+        )
 
     def enter(self, *, resume: str, writer_features: Sequence[str], wait_s: float) -> ChosenHome:
         """Get the votes for the next launch, and choose the home at which the launch begins.
@@ -616,56 +716,42 @@ class RunHomes:
             writer_features: writer features of a new run.
             wait_s: longest wait for the saves of living savers, in seconds.
 
-        Raises: StoreError(HOMES_AWAY, HOME_BEHIND); CommitError(HOMES_DIVERGED). Spec: REQ-RUN-066,
-            REQ-RUN-069.
+        Raises: StoreError(HOMES_AWAY, HOME_BEHIND); CommitError(HOMES_DIVERGED);
+            IntegrityError(NOT_COMMITTED) without the checkpoint of `resume`. Spec: REQ-RUN-066,
+            REQ-RUN-069, REQ-RUN-070.
         """
-        alive = ask(self._by_number, _probe, deadline_s=self._away_after_s)
-        missing = [n for n, error in alive.errors.items() if error.detail == _MISSING]
-        check_apart([self.homes[n].open_unasked() for n in (*alive.values, *missing)])
-        first = self._look(alive.values)
-        if not first.errors and not any(first.values.values()):
-            self._found(alive, missing, writer_features)
-            first = self._look(self._by_number)
-        if len(first.values) < self._majority:
-            raise _homes_away(self._by_number, first, "REQ-RUN-066")
-        run, members = self._find_run(first)
-        errors = {**alive.errors, **first.errors}
-        reports = [
-            f"HOMES_AWAY: {self.homes[number].name} is away: {error.code}: {error.detail}"
-            for number, error in sorted(_errors_of(self.homes, first.values, errors).items())
-        ]
-        reports += [
-            f"HOME_BEHIND: {self.homes[number].name} is empty, and gets a copy of the run"
-            for number, view in sorted(first.values.items())
-            if view is None
-        ]
-        held = ask(
-            {number: self.homes[number] for number in members},
-            lambda store: wait_for_savers(store, deadline_s=wait_s),
-            deadline_s=wait_s + self._away_after_s,
-        )
-        reports += [
-            f"the saves of {describe_savers(names)} weren't committed in time"
-            for names in held.values.values()
-            if names
-        ]
-        known = max(view.newest for view in members.values())
+        views, errors = self._look_at_all(writer_features)
+        members, joining = self._find_members(views, errors)
+        run_id = self._check_runs(members)
+        reports = self._tell_away(views, errors, members, joining)
+        check_wanted(members, self.homes, resume)
+        reports += self._wait_for_savers(members, wait_s)
         while True:
-            vote = self._collect(run.run_id, known)
+            known = max(view.newest for view in views.values())
+            vote, voters = self._collect(run_id, known, members, joining)
             # A newer launch sees each commit confirmed before the votes.
             looked = self._look(members)
-            views = {number: view for number, view in looked.values.items() if view is not None}
+            views = looked.values
             if len(views) < self._majority:
                 raise _homes_away(self._by_number, looked, "REQ-RUN-066")
-            known = max(view.newest for view in views.values())
-            if known <= vote.launch:
+            if max(view.newest for view in views.values()) <= vote.launch:
                 break
+        if self._must_record:
+            self._record_homes(vote, (*views, *joining))
+        views = {number: view for number, view in views.items() if view.run is not None}
+        if not views:
+            raise err(
+                Code.HOMES_AWAY,
+                "no home that answers has a copy of the run yet",
+                where=self.homes[0].name,
+                requirement="REQ-RUN-066",
+                remedy="Start again when the home with the run answers.",
+            )
         launches, entries = _unite(views, self.homes)
-        number = _choose(views, launches, entries, resume)
-        if resume not in ("auto", "fresh"):
-            self._check_kept(views, resume)
+        number = _choose(views, launches, entries, resume, voters)
+        self._check_kept(views, resume)
         self._bring_records(number, views, launches)
-        if number != min(first.values):
+        if number != min(members):
             reports.append(
                 f"HOME_BEHIND: the launch goes on at {self.homes[number].name}, which has the"
                 " newest checkpoint"
@@ -674,7 +760,226 @@ class RunHomes:
         self._mine = vote.launch
         others = [self.homes[other] for other in views if other != number]
         self._sources = [self.homes[number], *others]
-        return ChosenHome(number, tuple(reports))
+        ids = tuple(home.home_id for home in self.homes)
+        return ChosenHome(number, ids, tuple(reports))
+
+    def adopt(self, ids: Sequence[str]) -> None:
+        """Use the ids of the homes that process 0 has found."""
+        self.homes = tuple(
+            dataclasses.replace(home, home_id=home_id)
+            for home, home_id in zip(self.homes, ids, strict=True)
+        )
+
+    def elect(self, run: RunRecord, known: int) -> Vote:
+        """Return the votes of a majority for the next launch: the votes of `enter`, or new votes.
+
+        New votes are for a launch behind the last launch of this process, at the same home.
+
+        Args:
+            run: record of the run.
+            known: the greatest known number of a launch.
+
+        Raises: FencedError(FENCED) if another launch came between; StoreError(HOMES_AWAY). Spec:
+            REQ-RUN-066.
+        """
+        vote = self._vote
+        self._vote = None
+        if vote is None:
+            members = range(len(self.homes))
+            vote, _ = self._collect(run.run_id, max(known, self._mine), members, {})
+            check_votes(
+                self._by_number,
+                run.run_id,
+                self._mine,
+                vote.launch,
+                own=self._own,
+                deadline_s=self._away_after_s,
+                requirement="REQ-RUN-066",
+            )
+            self._mine = vote.launch
+        return vote
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether `enter` got votes that no launch has taken yet."""
+        return self._vote is not None
+
+    def mend(self, name: str) -> None:
+        """Repair a damaged checkpoint at the home of the launch, from another home's copy.
+
+        Raises: IntegrityError(FILE_MISSING) if no other home has the checkpoint whole.
+        """
+        home, *others = self._sources
+        for other in others:
+            with contextlib.suppress(CkptError):
+                copies = [home.open().at(name), other.open().at(name)]
+                if isinstance(read_register(copies[1]), Manifest):
+                    scrub_checkpoint(copies)
+                    sentence = f"{name} was damaged at {home.name}: repaired from {other.name}"
+                    self.reports.append(sentence)
+                    return
+        raise err(Code.FILE_MISSING, "no other home has it whole", where=name)
+
+    @property
+    def _by_number(self) -> dict[int, HomePlace]:
+        return dict(enumerate(self.homes))
+
+    # --- steps of `enter` -------------------------------------------------------------------------
+
+    def _look(self, of: Iterable[int]) -> Answers[_View]:
+        """Return the contents of homes after a first answer."""
+        return ask(
+            {number: self.homes[number] for number in of},
+            _look,
+            deadline_s=self._away_after_s * _LOOK_TIMES,
+            grace_s=self._away_after_s,
+        )
+
+    def _look_at_all(
+        self, writer_features: Sequence[str]
+    ) -> tuple[dict[int, _View], dict[int, CkptError]]:
+        """Return the contents of all homes that answer, and the errors of the rest.
+
+        Places without homes of any run become the homes of a run.
+        """
+        alive = ask(self._by_number, _probe, deadline_s=self._away_after_s)
+        missing = [n for n, error in alive.errors.items() if error.detail == _MISSING]
+        check_apart([self.homes[n].open_unasked() for n in (*alive.values, *missing)])
+        looked = self._look(alive.values)
+        errors = alive.errors | looked.errors
+        if any(view.home for view in looked.values.values()):
+            return looked.values, errors
+        if len(looked.values) + len(missing) < len(self.homes):
+            raise _homes_away(
+                self._by_number,
+                Answers(looked.values, errors),
+                "REQ-RUN-070",
+                remedy="Start once while all homes answer.",
+            )
+        self._found(looked.values, writer_features)
+        looked = self._look(self._by_number)
+        return looked.values, looked.errors
+
+    def _found(self, views: Mapping[int, _View], writer_features: Sequence[str]) -> None:
+        """Make the places homes of a run: of a run with one home until now, or of a new run.
+
+        Missing directories are made. Spec: REQ-RUN-070.
+        """
+        stores = [home.open(makes=True) for home in self.homes]
+        runs = [view.run for view in views.values() if view.run is not None]
+        run = runs[0] if runs else open_run(stores[0], writer_features=(HOMES, *writer_features))
+        for store in stores:
+            create_home(store, run.run_id)
+            if not runs and store is not stores[0]:
+                create_once(store, RUN_NAME, content=run.dump())
+                store.sync("")
+
+    def _find_members(
+        self, views: Mapping[int, _View], errors: Mapping[int, CkptError]
+    ) -> tuple[dict[int, _View], dict[int, str]]:
+        """Return the homes of the run, and the ids of places that become homes.
+
+        The newest vote names the homes. A place without a home becomes one if all other homes are
+        there, so that each of them votes for the launch with the new home.
+
+        Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
+        """
+        ids = {n: view.home.home for n, view in views.items() if view.home is not None}
+        known, doubted = _find_homes(views)
+        is_new = not known
+        known = known or set(ids.values())
+        members = {n: views[n] for n, home_id in ids.items() if home_id in known}
+        fewest = len(members)
+        if doubted:
+            fewest = min(fewest, len(doubted.intersection(ids.values())))
+        if fewest < self._majority or (is_new and len(ids) < len(self.homes)):
+            source = self.homes[min(members or ids)].name
+            told = _errors_of(self.homes, members, {**dict.fromkeys(views, _STRANGER), **errors})
+            others = "; ".join(f"{self.homes[n].name}: {one.detail}" for n, one in told.items())
+            raise err(
+                Code.HOMES_AWAY,
+                f"{fewest} of {len(self.homes)} homes of the run answer: {others}",
+                where=source,
+                requirement="REQ-RUN-070",
+                remedy=f"If the other homes are lost for good, with all jobs that used them, delete"
+                f" {HOME_NAME} at {source}, and start while all places answer."
+                if len(views) > len(members)
+                else None,
+            )
+        joining: dict[int, str] = {}
+        # A place that was to become a home before, and never voted, is free, too.
+        free = [
+            n
+            for n, view in views.items()
+            if view.home is None or not (n in members or view.home.homes or view.vote)
+        ]
+        if len(members) + len(free) == len(self.homes):
+            run_id = next(view.home.run_id for view in members.values() if view.home)
+            joining = {n: create_home(self.homes[n].open(), run_id) for n in free}
+        by_place = {**{n: ids[n] for n in members}, **joining}
+        gone = sorted(known - set(by_place.values()))  # homes that are away
+        self.homes = tuple(
+            dataclasses.replace(home, home_id=by_place.get(n) or (gone[0] if gone else ""))
+            for n, home in enumerate(self.homes)
+        )
+        self._ids = tuple(sorted({*by_place.values(), *(() if joining else gone)}))
+        self._must_record = is_new or bool(doubted) or bool(joining)
+        return members, joining
+
+    def _record_homes(self, vote: Vote, of: Iterable[int]) -> None:
+        """Record the homes of the run at each home, once a launch has the votes for them."""
+        for number in of:
+            home = HomeRecord(
+                run_id=vote.run_id,
+                home=self.homes[number].home_id,
+                homes=vote.homes,
+                launch=vote.launch,
+            )
+            self.homes[number].open().replace(HOME_NAME, home.dump())
+
+    def _check_runs(self, members: Mapping[int, _View]) -> str:
+        """Return the id of the run. Raises: FormatError(RUN_MISMATCH); UnsupportedError."""
+        run_id = next(view.home.run_id for view in members.values() if view.home)
+        for number, view in members.items():
+            assert view.home is not None  # noqa: S101
+            name = self.homes[number].name
+            check_run_id(run_id, view.home.run_id, f"{name}/{HOME_NAME}")
+            if view.run is not None:
+                check_run_id(run_id, view.run.run_id, f"{name}/{RUN_NAME}")
+                check_writer_features(view.run)
+        return run_id
+
+    def _tell_away(
+        self,
+        views: Mapping[int, _View],
+        errors: Mapping[int, CkptError],
+        members: Container[int],
+        joining: Container[int],
+    ) -> list[str]:
+        reports = [
+            f"HOMES_AWAY: {self.homes[number].name} is away: {error.code}: {error.detail}"
+            for number, error in sorted(_errors_of(self.homes, views, errors).items())
+        ]
+        for number in sorted(views):
+            name = self.homes[number].name
+            if number in joining:
+                reports.append(f"HOME_BEHIND: {name} was empty, and becomes a home of the run")
+            elif number not in members:
+                reports.append(f"HOMES_AWAY: {name} is away: {_STRANGER.detail}")
+        return reports
+
+    def _wait_for_savers(self, members: Iterable[int], wait_s: float) -> list[str]:
+        held = ask(
+            {number: self.homes[number] for number in members},
+            lambda store: wait_for_savers(store, deadline_s=wait_s),
+            deadline_s=wait_s + self._away_after_s,
+            grace_s=self._away_after_s + wait_s,
+        )
+        return [
+            f"the saves of {describe_savers(names)} weren't committed in time"
+            for names in held.values.values()
+            if names
+        ]
 
     def _check_kept(self, views: Mapping[int, _View], wanted: str) -> None:
         """Refuse a checkpoint retired at too many homes: no majority can have the files again.
@@ -696,130 +1001,36 @@ class RunHomes:
                 remedy="Choose a checkpoint that a majority of the homes has: `ckptfmt ls`.",
             )
 
-    def elect(self, run: RunRecord, known: int) -> Vote:
-        """Return the votes of a majority for the next launch: the votes of `enter`, or new votes.
-
-        New votes are for a launch behind the last launch of this process, at the same home.
-
-        Args:
-            run: record of the run.
-            known: the greatest known number of a launch.
-
-        Raises: FencedError(FENCED) if another launch came between; StoreError(HOMES_AWAY). Spec:
-            REQ-RUN-066.
-        """
-        vote = self._vote
-        self._vote = None
-        if vote is None:
-            vote = self._collect(run.run_id, known)
-            check_votes(
-                self._by_number,
-                run.run_id,
-                self._mine,
-                vote.launch,
-                deadline_s=self._away_after_s,
-                requirement="REQ-RUN-066",
-            )
-            self._mine = vote.launch
-        return vote
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether `enter` got votes that no launch has taken yet."""
-        return self._vote is not None
-
-    def mend(self, name: str) -> None:
-        """Repair a damaged checkpoint at the home of the launch, from another home's copy.
-
-        Raises: errors of the homes.
-        """
-        home, *others = (source.open().at(name) for source in self._sources)
-        copies = [other for other in others if isinstance(read_register(other), Manifest)]
-        scrub_checkpoint([home, *copies])
-
-    def _look(self, of: Iterable[int]) -> Answers[_View | None]:
-        """Return the contents of homes after a first answer."""
-        asked = {number: self.homes[number] for number in of}
-        return ask(asked, _look, deadline_s=self._away_after_s * _LOOK_TIMES)
-
-    def _found(
-        self, alive: Answers[None], missing: Sequence[int], writer_features: Sequence[str]
-    ) -> None:
-        """Found a run at all homes: none of them has a run.
+    def _collect(
+        self, run_id: str, known: int, members: Collection[int], joining: Mapping[int, str]
+    ) -> tuple[Vote, set[int]]:
+        """Return the votes of a majority for a launch with a number above `known`, and the voters.
 
         Args:
-            missing: numbers of the homes with missing directories, which are made.
-
-        Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
+            members: numbers of the homes, whose votes count.
+            joining: places that become homes with this launch, if all members vote for it.
         """
-        if len(alive.values) + len(missing) < len(self.homes):
-            raise _homes_away(
-                self._by_number, alive, "REQ-RUN-070", remedy="Start once while all homes answer."
-            )
-        features = (HOMES, *writer_features)
-        stores = [home.open(makes=True) for home in self.homes]
-        run = open_run(stores[0], writer_features=features)
-        for store in stores[1:]:
-            create_once(store, RUN_NAME, content=run.dump())
-            store.sync("")
-
-    def _find_run(self, looked: Answers[_View | None]) -> tuple[RunRecord, dict[int, _View]]:
-        """Return the record of the run, and the contents of the homes with the run.
-
-        Raises: FormatError(RUN_MISMATCH); UnsupportedError; StoreError(HOMES_AWAY). Spec:
-            REQ-RUN-070.
-        """
-        members = {number: view for number, view in looked.values.items() if view is not None}
-        if not members:
-            raise _homes_away(self._by_number, Answers({}, looked.errors), "REQ-RUN-070")
-        is_new = not any(view.newest for view in members.values())
-        if len(members) < self._majority and is_new and len(looked.values) == len(self.homes):
-            # The founding process ended in between.
-            run = members[min(members)].run
-            for number in looked.values.keys() - members.keys():
-                create_once(self.homes[number].open(), RUN_NAME, content=run.dump())
-                self.homes[number].open().sync("")
-                members[number] = _View(run, [], [], 0)
-        if len(members) < self._majority:
-            empty = [self.homes[number].name for number in looked.values if number not in members]
-            source = self.homes[min(members)].name
-            raise err(
-                Code.HOMES_AWAY,
-                f"{', '.join(empty)} has no copy of the run, and only a majority with the run"
-                " decides",
-                where=source,
-                requirement="REQ-RUN-070",
-                remedy=f"If the other homes are lost for good, copy the run first:"
-                f" `ckptfmt mirror {source} {empty[0] if empty else 'PLACE'}`.",
-            )
-        run = members[min(members)].run
-        for number, view in members.items():
-            check_run_id(run.run_id, view.run.run_id, f"{self.homes[number].name}/{RUN_NAME}")
-        check_writer_features(run)
-        return run, members
-
-    def _collect(self, run_id: str, known: int) -> Vote:
-        """Return the votes of a majority for a launch with a number above `known`."""
+        needed_count = len(members) if joining else self._majority
+        homes = {number: self.homes[number] for number in members}
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(random.uniform(0.0, _TRY_PAUSE_S))  # noqa: S311
-            vote = Vote(run_id=run_id, launch=known + 1, nonce=secrets.token_hex(16))
-
-            def is_won(values: Mapping[int, int]) -> bool:
-                return list(values.values()).count(0) >= self._majority
-
-            def is_enough(values: Mapping[int, int]) -> bool:
-                return is_won(values) or (len(values) >= self._majority and any(values.values()))
-
+            nonce = secrets.token_hex(16)
+            vote = Vote(run_id=run_id, launch=known + 1, nonce=nonce, homes=self._ids)
+            self._own.append(nonce)
             answers = ask(
-                self._by_number,
+                homes,
                 lambda store: _cast(store, vote),  # noqa: B023
                 deadline_s=self._away_after_s,
-                is_enough=is_enough,
+                member_of=run_id,
+                is_enough=lambda values: any(values.values()),
             )
-            if is_won(answers.values):
-                return vote
-            if len(answers.values) < self._majority:
+            voters = {number for number, taken in answers.values.items() if taken == 0}
+            if len(voters) >= needed_count:
+                for number in joining:  # its own vote isn't needed
+                    _cast(self.homes[number].open(), vote)
+                return vote, voters
+            if len(answers.values) < needed_count:
                 raise _homes_away(self._by_number, answers, "REQ-RUN-066")
             known = max(vote.launch, *answers.values.values())
         detail = f"{_TRIES} times other launches began at the same moment"
@@ -833,10 +1044,11 @@ class RunHomes:
         The lineage of the home then leads where the lineage of all homes leads.
         """
         home = self.homes[number].open()
-        known = {launch.launch for launch in views[number].launches}
+        own = {launch.launch: launch for launch in views[number].launches}
         registers = {entry.name: _digest_of(entry) for entry in views[number].entries}
         for launch in launches:
-            if isinstance(launch, LostLaunch) or launch.launch in known:
+            damaged = isinstance(own.get(launch.launch), LostLaunch)
+            if isinstance(launch, LostLaunch) or (launch.launch in own and not damaged):
                 continue
             resume = launch.resume_from
             if resume is not None and registers.get(resume.name) != resume.digest:
@@ -849,9 +1061,13 @@ class RunHomes:
                 deadline_s=self._away_after_s,
             )
             content = read.values.get(source)
-            if content is not None and Launch.parse(content, where=path) == launch:
+            if content is None or Launch.parse(content, where=path) != launch:
+                continue
+            if damaged:
+                home.replace(path, content)
+            else:
                 create_once(home, path, content=content)
-                home.sync(LAUNCHES)
+            home.sync(LAUNCHES)
 
 
 def _errors_of(
@@ -927,17 +1143,60 @@ def _choose(
     launches: Sequence[Launch | LostLaunch],
     entries: list[RunEntry],
     resume: str,
+    voters: Container[int],
 ) -> int:
-    """Return the first home with the best checkpoint; the first home if there is no checkpoint."""
+    """Return the first home with the best checkpoint; the first home if there is no checkpoint.
+
+    A home without a vote for the launch comes last: nothing can be written there.
+    """
+    order = sorted(views, key=lambda number: (number not in voters, number))
     if resume == "fresh":
-        return min(views)
+        return order[0]
     if resume == "auto":
         wanted = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     else:
         wanted = [entry for entry in entries if resume in (entry.name, _digest_of(entry))]
     for entry in wanted:
-        for number, view in sorted(views.items()):
-            for own in view.entries:
+        for number in order:
+            for own in views[number].entries:
                 if own.name == entry.name and own.manifest is not None:
                     return number
-    return min(views)
+    return order[0]
+
+
+def check_wanted(views: Mapping[int, _View], homes: Sequence[HomePlace], resume: str) -> None:
+    """Refuse a checkpoint that no home has, before a vote ends a running training.
+
+    Raises: IntegrityError(NOT_COMMITTED).
+    """
+    found = any(
+        entry.manifest is not None and resume in (entry.name, entry.manifest.digest)
+        for view in views.values()
+        for entry in view.entries
+    )
+    if resume not in ("auto", "fresh") and not found:
+        raise err(
+            Code.NOT_COMMITTED,
+            f"no home that answers has a committed checkpoint of the name or digest {resume!r}",
+            where=homes[min(views)].name,
+            remedy="`ckptfmt ls` lists the checkpoints at a home.",
+        )
+
+
+def create_home(store: Store, run_id: str) -> str:
+    """Make a place a home, unless it is one, and return the id of the home.
+
+    Raises: StoreError; FormatError(RUN_MISMATCH).
+    """
+    home = HomeRecord(run_id=run_id, home=secrets.token_hex(16))
+    try:
+        store.create(HOME_NAME, [home.dump()])
+    except CkptError as error:
+        if error.code not in (Code.STORE_EXISTS, Code.STORE_NO_ANSWER):
+            raise
+    store.sync("")
+    found = read_home(store)
+    if found is None:
+        raise err(Code.STORE_IO, "the home's identity was just created, and isn't there")
+    check_run_id(run_id, found.run_id, HOME_NAME)
+    return found.home

@@ -17,6 +17,7 @@ from ckptfmt.commit.lone import refuse_checkpoint
 from ckptfmt.commit.waiting import wait_for_savers
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
+    Abort,
     Manifest,
     Reference,
     Tombstone,
@@ -607,8 +608,9 @@ class _Mirroring:
     def _try(self, entry: RunEntry) -> bool:
         manifest = entry.manifest
         there = self._there.get(entry.name)
-        if manifest is None or (there is not None and isinstance(there.register, Tombstone)):
-            return False  # the mirror has retired it
+        ended = Tombstone | Abort if self._are_homes else Tombstone
+        if manifest is None or (there is not None and isinstance(there.register, ended)):
+            return False  # the mirror has retired it, or given a copy up
         try:
             # Bases have smaller steps, and the manifest lists bases
             # completely.

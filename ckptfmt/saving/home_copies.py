@@ -70,7 +70,8 @@ class HomeCopies:
         """
         end_s = time.monotonic() + deadline_s
         for _ in poll(max(0.0, deadline_s - _GRACE_S)):
-            if any(copy.is_overtaken for copy in self._copies):
+            overtaken_count = sum(copy.is_overtaken for copy in self._copies)
+            if len(self._copies) - overtaken_count < self._needed_count:
                 break
             if sum(not copy.is_behind for copy in self._copies) >= self._needed_count:
                 break

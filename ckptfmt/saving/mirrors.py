@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -95,6 +96,7 @@ class Mirrors:
     def use_home(self, home: Store) -> None:
         """Copy from another home of the run, before the first copy."""
         self._home = home
+        self._are_homes = True
 
     def note_launch(self) -> None:
         """Copy at the end at the latest: processes of an earlier launch may have ended before."""
@@ -149,10 +151,9 @@ class Mirrors:
             self._is_wanted = True
             if self._thread is None and not self._stop.is_set():
                 # A daemon: unfinished copies at the interpreter's exit are made another time.
-                self._thread = threading.Thread(
-                    target=self._run, name="ckptfmt-mirror", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="ckptfmt-mirror", daemon=True)
+                thread.start()  # waits for the lock
+                self._thread = thread
 
     def _run(self) -> None:
         pause_s = _PAUSE_S
@@ -178,6 +179,8 @@ class Mirrors:
         try:
             store = self._opens(place)
             report = mirror_run(self._home, store, are_homes=self._are_homes, stop=self._stop)
+            is_whole = report.current and not (report.problems or report.stopped)
+            left = self._tidy(store) if is_whole else ""
         except BaseException as error:  # noqa: BLE001
             known = as_ckpt_error(error)
             with self._lock:
@@ -185,13 +188,12 @@ class Mirrors:
                 self._is_overtaken |= known.code == Code.HOMES_DIVERGED
             self._report(f"MIRROR_BEHIND: {name}: {known}", place=name)
             return
-        is_whole = report.current and not (report.problems or report.stopped)
         with self._lock:
             self._in_caches = frozenset(report.in_caches)
             self._is_behind |= self._repeats and not (report.current and not report.stopped)
         for problem in report.problems:
             self._report(f"MIRROR_BEHIND: {name}: {problem}")
-        if is_whole and (left := self._tidy(store)):
+        if left:
             self._report(f"MIRROR_BEHIND: {name}: the clean-up there: {left}", place=name)
         for copied in report.copied:
             _LOG.info("mirrored %s to %s", copied, printable(str(name)))
@@ -202,8 +204,8 @@ class Mirrors:
             return
         if self._repeats and place:
             before = self._repeated.get(place)
-            if before in self._reports:
-                self._reports.remove(before)
+            with contextlib.suppress(ValueError):
+                self._reports.remove(before or "")
             self._repeated[place] = sentence
         _LOG.warning("%s", sentence)
         self._reports.append(sentence)

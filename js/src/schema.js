@@ -215,7 +215,20 @@ export const SCHEMAS = {
     chosen_by: oneOf("REQ-RUN-007", "lineage", "fallback", "hand"),
     resume_from: orNull(object("REQ-RUN-006", { name: exactName, digest })),
   }),
-  vote: object("REQ-RUN-065", { ...HEAD, run_id: runId, launch: count, nonce }),
+  vote: object("REQ-RUN-065", {
+    ...HEAD,
+    run_id: runId,
+    launch: count,
+    nonce,
+    homes: array("REQ-RUN-065", nonce, 64, 1),
+  }),
+  home: object("REQ-RUN-070", {
+    ...HEAD,
+    run_id: runId,
+    home: nonce,
+    homes: array("REQ-RUN-070", nonce, 64),
+    launch: count,
+  }),
   labels: object("REQ-RUN-023", {
     ...HEAD,
     run_id: runId,

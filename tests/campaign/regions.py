@@ -160,14 +160,14 @@ def break_rule(rule: str | None) -> None:
     elif rule == "votes":
         whole = run_homes.RunHomes._collect
 
-        def collect(self: run_homes.RunHomes, run_id: str, known: int) -> Any:
+        def collect(self: run_homes.RunHomes, *arguments: Any) -> Any:
             majority, self._majority = self._majority, 1
             try:
-                return whole(self, run_id, known)
+                return whole(self, *arguments)
             finally:
                 self._majority = majority
 
-        run_homes.RunHomes._collect = collect  # type: ignore[method-assign]
+        run_homes.RunHomes._collect = collect  # type: ignore[method-assign,assignment]
 
 
 def work(plan: Plan, told: multiprocessing.connection.Connection) -> None:

@@ -151,15 +151,17 @@ def ask_in_turn(
     asked: Mapping[int, HomePlace],
     question: Callable[[Store], Any],
     *,
-    deadline_s: float,
-    is_enough: Callable[[Mapping[int, Any]], bool] = lambda _: False,
+    member_of: str = "",
+    **_: Any,
 ) -> Answers[Any]:
     """Ask the homes one after the other, once, in the thread of the job: instead of `ask`."""
-    del deadline_s, is_enough
     answers: Answers[Any] = Answers()
     for number, home in asked.items():
         try:
-            answers.values[number] = question(home.open())
+            store = home.open()
+            if member_of:
+                run_homes.check_member(store, member_of, home.home_id)
+            answers.values[number] = question(store)
         except CkptError as error:
             if error.code in run_homes._FATAL:
                 raise error.below(home.name) from error

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import ckptfmt
-from ckptfmt.__main__ import main
 from ckptfmt.documents.run import RUN_NAME, VOTES, Launch, Vote, launch_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import homes as run_homes
@@ -24,7 +23,6 @@ from ckptfmt.run.lineage import (
     find_head,
     list_launches,
     list_vote_numbers,
-    open_run,
     read_known_run,
 )
 from ckptfmt.run.mirror import mirror_run, promote
@@ -71,6 +69,22 @@ class Directories:
         """Return the homes as one job sees them."""
         pairs = zip(NAMES, self.stores, strict=True)
         return [Switched(store, name, off) for name, store in pairs]
+
+    def ids(self) -> list[str]:
+        """Return the ids of the homes."""
+        found = map(run_homes.read_home, self.stores)
+        return [home.home for home in found if home is not None]
+
+    def seen_from_first(self, *others: HomePlace) -> OtherHomes:
+        """Return the other homes as a launch at the first home sees them."""
+        first, second, third = self.ids()
+        given = others or (HomePlace.of(self.paths[1]), HomePlace.of(self.paths[2]))
+        pairs = zip(given, (second, third), strict=True)
+        return OtherHomes(
+            homes=tuple(dataclasses.replace(home, home_id=home_id) for home, home_id in pairs),
+            home_id=first,
+            away_after_s=0.3,
+        )
 
     def heads(self) -> list[tuple[str, str]]:
         """Return the head of each home."""
@@ -153,7 +167,10 @@ def test_a_home_votes_for_one_launch_of_a_number(homes: Directories) -> None:
     vote = run_homes.read_vote(store, 1)
     (launch,) = list_launches(store)
     assert isinstance(launch, Launch)
-    assert vote == Vote(run_id=launch.run_id, launch=1, nonce=launch.nonce)
+    ids = homes.ids()
+    assert vote == Vote(
+        run_id=launch.run_id, launch=1, nonce=launch.nonce, homes=tuple(sorted(ids))
+    )
 
     other = dataclasses.replace(vote, nonce="0" * 32)
     assert run_homes._cast(store, vote) == 0
@@ -188,7 +205,7 @@ def test_a_saver_without_a_trainer_waits_for_no_copies(homes: Directories) -> No
     train(homes.paths, 4)
     for store in homes.stores[1:]:
         shutil.rmtree(Path(store.name) / "step-00000004-l0001")
-    others = OtherHomes(homes=tuple(map(HomePlace.of, homes.paths[1:])), away_after_s=1.0)
+    others = homes.seen_from_first()
     gives_up = threading.Event()
     gives_up.set()
     begin_s = time.monotonic()
@@ -245,7 +262,7 @@ def test_a_home_that_goes_away_amid_a_training_ends_no_training(homes: Directori
 def test_without_a_majority_no_launch_begins(homes: Directories) -> None:
     """REQ-RUN-066."""
     train(homes.of_job(set()), 4)
-    with pytest.raises(CkptError, match="1 of 3 homes answer, and 2 are needed") as caught:
+    with pytest.raises(CkptError, match="1 of 3 homes of the run answer: ") as caught:
         train(homes.of_job({"a", "b"}), 8, away_after_s=0.2)
     assert caught.value.code == Code.HOMES_AWAY
     assert "empty place" in caught.value.remedy
@@ -268,9 +285,10 @@ def test_the_number_of_a_launch_is_new_at_every_home(homes: Directories) -> None
     """REQ-RUN-066: votes that came to nothing take a number, too."""
     train(homes.paths, 4)
     run = read_known_run(homes.stores[0])
+    ids = tuple(sorted(homes.ids()))
     for number, store in zip((2, 2, 5), homes.stores, strict=True):
         nonce = f"{store.name[-1]:0>32}"
-        run_homes._cast(store, Vote(run_id=run.run_id, launch=number, nonce=nonce))
+        run_homes._cast(store, Vote(run_id=run.run_id, launch=number, nonce=nonce, homes=ids))
     _, checkpointer = train(homes.paths, 8)
     assert checkpointer.launch is not None
     assert checkpointer.launch.launch == 6
@@ -298,7 +316,7 @@ def test_a_job_that_was_taken_for_dead_commits_nothing_that_counts(homes: Direct
                 train(homes.of_job({"a"}), 8)
                 off.add("b")  # one of the two that voted for the newer launch is enough
     assert caught.value.code == Code.FENCED
-    assert "launch 3 has taken over from launch 2" in str(caught.value)
+    assert "launch 3 has the votes of the homes, and takes over from launch 2" in str(caught.value)
     assert states_of(events)[:2] == [(6, "committed"), (9, "failed")]
     assert all(state == "failed" for _, state in states_of(events)[1:])
 
@@ -315,17 +333,17 @@ def test_votes_of_a_minority_overtake_nobody(homes: Directories) -> None:
     """REQ-RUN-067: a launch that got one vote of three hasn't begun."""
     train(homes.paths, 4)
     run = read_known_run(homes.stores[0])
-    others = OtherHomes(homes=tuple(map(HomePlace.of, homes.paths[1:])), away_after_s=0.3)
-    vote = Vote(run_id=run.run_id, launch=2, nonce="1" * 32)
+    others = homes.seen_from_first()
+    vote = Vote(run_id=run.run_id, launch=2, nonce="1" * 32, homes=tuple(homes.ids()))
     run_homes._cast(homes.stores[2], vote)
     others.confirm(homes.stores[0], run.run_id, 1)
     # While a home is away, its vote may be the second one.
     cut = HomePlace(Switched(homes.stores[1], "b", {"b"}), "b")
-    unsure = dataclasses.replace(others, homes=(cut, others.homes[1]))
+    unsure = homes.seen_from_first(cut, others.homes[1])
     assert code_of(lambda: unsure.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
     run_homes._cast(homes.stores[1], vote)
     assert code_of(lambda: others.confirm(homes.stores[0], run.run_id, 1)) == Code.FENCED
-    away = dataclasses.replace(others, homes=(cut, cut))
+    away = homes.seen_from_first(cut, cut)
     assert code_of(lambda: away.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
 
 
@@ -335,7 +353,7 @@ def test_a_place_without_the_run_confirms_nothing(homes: Directories) -> None:
     run = read_known_run(homes.stores[0])
     empty = HomePlace(MemoryStore(), "empty")
     cut = HomePlace(Switched(homes.stores[2], "c", {"c"}), "c")
-    others = OtherHomes(homes=(empty, cut), away_after_s=0.3)
+    others = homes.seen_from_first(empty, cut)
     assert code_of(lambda: others.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
 
 
@@ -406,7 +424,27 @@ def test_empty_places_decide_nothing(homes: Directories, away: set[str]) -> None
     assert [sorted(path.iterdir()) for path in homes.paths[1:]] == [[], []]
 
 
-def test_lost_homes_are_replaced_by_copies(homes: Directories, capsys: Any) -> None:
+def test_an_empty_place_replaces_a_lost_home(homes: Directories) -> None:
+    """REQ-RUN-070: both other homes vote for the launch with the new home."""
+    train(homes.of_job(set()), 4)
+    before = homes.ids()
+    shutil.rmtree(homes.paths[2])
+    homes.paths[2].mkdir()
+    with pytest.raises(CkptError, match="it isn't a home of the run") as caught:
+        train(homes.of_job({"a"}), 6, away_after_s=0.3)  # the other home must vote, too
+    assert caught.value.code == Code.HOMES_AWAY
+    assert not (homes.paths[2] / "home.json").exists()
+    _, checkpointer = train(homes.of_job(set()), 8)
+    assert any("becomes a home of the run" in report for report in checkpointer.reports)
+    assert homes.ids()[:2] == before[:2]
+    assert homes.ids()[2] != before[2]
+    found = list(map(run_homes.read_home, homes.stores))
+    assert {one.homes for one in found if one} == {tuple(sorted(homes.ids()))}
+    training, _ = train(homes.of_job({"a"}), STEPS)
+    assert training.bits() == undisturbed().bits()
+
+
+def test_two_lost_homes_are_replaced_by_hand(homes: Directories) -> None:
     """REQ-RUN-070: the remedy of the error."""
     train(homes.paths, 4)
     for path in homes.paths[1:]:
@@ -415,15 +453,28 @@ def test_lost_homes_are_replaced_by_copies(homes: Directories, capsys: Any) -> N
     run_homes._OPENED.clear()
     with pytest.raises(CkptError) as caught:
         train(homes.paths, 8)
-    command = caught.value.remedy.split("`")[1].split()
-    assert command[:2] == ["ckptfmt", "mirror"]
-    assert main(command[1:]) == 0
-    capsys.readouterr()
-    training, checkpointer = train(homes.paths, STEPS)
-    assert [report.partition(":")[0] for report in checkpointer.reports] == ["HOME_BEHIND"]
+    assert f"delete home.json at {homes.paths[0]}" in caught.value.remedy
+    (homes.paths[0] / "home.json").unlink()
+    training, _ = train(homes.paths, STEPS)
     assert training.bits() == undisturbed().bits()
     assert len(set(homes.heads())) == 1
     assert train(homes.paths, STEPS)[1].reports == ()
+
+
+def test_a_home_that_is_another_place_for_one_machine(homes: Directories, tmp_path: Path) -> None:
+    """REQ-RUN-070: an unmounted directory became a home; the place behind it isn't one any more."""
+    train(homes.of_job(set()), 4)
+    real = homes.stores[2]
+    mount_point = LocalStore(tmp_path / "unmounted", writable=True)
+    places = homes.of_job(set())
+    train([*places[:2], Switched(mount_point, "c", set())], 8)  # there "c" is empty
+    # The machine with the real place has the first home, and the other one has its own two.
+    with pytest.raises(CkptError) as caught:
+        train(homes.of_job({"b"}), 12, away_after_s=0.3)
+    assert caught.value.code == Code.HOMES_AWAY
+    assert real.list_names("launches") == ["0001.json"]
+    training, _ = train([places[0], places[1], Switched(mount_point, "c", set())], STEPS)
+    assert training.bits() == undisturbed().bits()
 
 
 def test_a_missing_directory_is_away(homes: Directories) -> None:
@@ -458,18 +509,24 @@ def test_a_damaged_checkpoint_is_repaired_from_another_home(homes: Directories) 
     assert shard.read_bytes() == whole
 
 
-def test_a_run_with_one_home_gets_two_more(homes: Directories, capsys: Any) -> None:
+def test_a_run_with_one_home_gets_two_more(homes: Directories) -> None:
     training = Training()
     with ckptfmt.Checkpointer(homes.paths[0], training.state, every=4) as checkpointer:
         batches = training.batches()
         for step in checkpointer.steps(10):
             training.train(step, next(batches))
-    assert main(["mirror", str(homes.paths[0]), str(homes.paths[1])]) == 0
-    capsys.readouterr()
     training, checkpointer = train(homes.paths, STEPS)
     assert training.bits() == undisturbed().bits()
     assert homes.numbers() == [[1, 2]] * 3
     assert len(set(homes.heads())) == 1
+
+
+def test_a_wrong_name_ends_no_running_training(homes: Directories) -> None:
+    train(homes.of_job(set()), 4)
+    with pytest.raises(CkptError, match="no home that answers has") as caught:
+        train(homes.of_job(set()), 8, resume="step-00000003-l0001")
+    assert caught.value.code == Code.NOT_COMMITTED
+    assert [list_vote_numbers(store) for store in homes.stores] == [[1]] * 3
 
 
 def test_a_rewind_of_an_overtaken_job_is_refused(homes: Directories) -> None:
@@ -519,13 +576,14 @@ def test_a_failed_answer_stops_no_later_save(homes: Directories) -> None:
     assert len(set(homes.heads())) == 1
 
 
-def test_homes_of_two_runs_are_refused(homes: Directories) -> None:
+def test_a_home_of_another_run_is_away(homes: Directories, tmp_path: Path) -> None:
     train(homes.paths, 4)
-    shutil.rmtree(homes.paths[2])
-    other = LocalStore(homes.paths[2], writable=True)
-    open_run(other, writer_features=("homes",))
-    fresh = [homes.stores[0], homes.stores[1], other]
-    assert code_of(lambda: train(fresh, 8)) == Code.RUN_MISMATCH
+    other = Directories(tmp_path / "other")
+    train(other.paths, 4)
+    places = [*homes.paths[:2], other.paths[2]]
+    _, checkpointer = train(places, 8)
+    assert "isn't a home of the run" in checkpointer.reports[0]
+    assert len(set(other.heads())) == 1
 
 
 def test_copies_between_homes(homes: Directories) -> None:
@@ -536,7 +594,7 @@ def test_copies_between_homes(homes: Directories) -> None:
     run = read_known_run(first)
 
     def elect(number: int) -> Callable[..., Vote]:
-        vote = Vote(run_id=run.run_id, launch=number, nonce=f"{number:032x}")
+        vote = Vote(run_id=run.run_id, launch=number, nonce=f"{number:032x}", homes=())
         return lambda *_: vote
 
     begin_launch(second, run, elect=elect(2))

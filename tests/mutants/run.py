@@ -238,8 +238,8 @@ MUTANTS = {
     ),
     "empty_place_confirms": Mutant(
         clauses=("REQ-RUN-070",),
-        fault="counts the answer of a place that hasn't the run",
-        patch=replaced(homes, "_check_member", lambda *_, **__: None),
+        fault="counts the answer of a place that isn't a home of the run",
+        patch=replaced(homes, "check_member", lambda *_, **__: None),
         tests=("loop/test_homes.py::test_a_place_without_the_run_confirms_nothing",),
     ),
     "register_of_the_retired_removed": Mutant(

@@ -22,7 +22,7 @@ from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import PACK_HEADER, Part, parse_failure
-from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord, Vote
+from ckptfmt.documents.run import HomeRecord, LabelsRecord, Launch, Pins, RunRecord, Vote
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
@@ -94,6 +94,7 @@ def parse_json_document(content, where, kind):
         "witness": WitnessRecord,
         "healing": Decision,
         "vote": Vote,
+        "home": HomeRecord,
         "labels": LabelsRecord,
     }
     if kind in kinds:

@@ -32,7 +32,7 @@ from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
 from ckptfmt.documents.packed import Columns, parse_packed
 from ckptfmt.documents.part import Part, parse_failure
-from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord, Vote
+from ckptfmt.documents.run import HomeRecord, LabelsRecord, Launch, Pins, RunRecord, Vote
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import (
     DeviceName,
@@ -619,6 +619,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "witness": lambda content, where: WitnessRecord.parse(content, where=where),
     "healing": lambda content, where: Decision.parse(content, where=where),
     "vote": lambda content, where: Vote.parse(content, where=where),
+    "home": lambda content, where: HomeRecord.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
     "failure": lambda content, where: parse_failure(content, where=where),
     **dict.fromkeys(
