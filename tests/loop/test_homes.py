@@ -535,7 +535,9 @@ def test_a_rewind_of_an_overtaken_job_is_refused(homes: Directories) -> None:
     old = Training()
     with (  # noqa: PT012
         pytest.raises(CkptError) as caught,
-        checkpointer_of(homes.of_job(set()), old, every=3) as checkpointer,
+        checkpointer_of(
+            homes.of_job(set()), old, every=3, job=ckptfmt.Job(deadline_s=3.0)
+        ) as checkpointer,
     ):
         batches = old.batches()
         for step in checkpointer.steps(STEPS):

@@ -220,9 +220,7 @@ MUTANTS = {
         clauses=("REQ-RUN-067",),
         fault="reports a commit without a look at the votes of the other homes",
         patch=replaced(homes.OtherHomes, "confirm", lambda *_, **__: None),
-        tests=(
-            "loop/test_homes.py::test_a_job_that_was_taken_for_dead_commits_nothing_that_counts",
-        ),
+        tests=("loop/test_homes.py::test_votes_of_a_minority_overtake_nobody",),
     ),
     "commit_ahead_of_the_copies": Mutant(
         clauses=("REQ-RUN-068",),
