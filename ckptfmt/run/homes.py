@@ -70,6 +70,8 @@ _PAUSE_MAX_S: Final = 5.0
 _TRIES: Final = 16
 #: Longest pause before the next try, in seconds: launches begun at once must fall out of step.
 _TRY_PAUSE_S: Final = 0.5
+#: Longest wait for further votes after those of a majority, in seconds.
+_VOTE_GRACE_S: Final = 2.0
 #: Time after which a save waiting for a copy looks for a newer launch, in seconds: at first, and at
 #: most.
 _SLICE_MIN_S: Final = 2.0
@@ -108,7 +110,7 @@ class HomePlace:
         Args:
             makes: whether to make a missing directory. A mount point may be missing, too.
 
-        Raises: StoreError, also for a missing directory.
+        Raises: StoreError; IntegrityError(FILE_MISSING) for a missing directory.
         """
         if not isinstance(self.address, bytes | dict):
             return self.address
@@ -116,7 +118,7 @@ class HomePlace:
             try:
                 os.stat(self.address)  # noqa: PTH116
             except FileNotFoundError as error:
-                raise err(Code.STORE_IO, _MISSING, where=self.name) from error
+                raise err(Code.FILE_MISSING, _MISSING, where=self.name) from error
             except OSError as error:
                 raise err(Code.STORE_IO, str(error), where=self.name) from error
         store = _OPENED.get(self.key)
@@ -1024,15 +1026,17 @@ class RunHomes:
                 deadline_s=self._away_after_s,
                 member_of=run_id,
                 is_enough=lambda values: any(values.values()),
+                grace_s=_VOTE_GRACE_S,
             )
             voters = {number for number, taken in answers.values.items() if taken == 0}
             if len(voters) >= needed_count:
                 for number in joining:  # its own vote isn't needed
                     _cast(self.homes[number].open(), vote)
                 return vote, voters
-            if len(answers.values) < needed_count:
+            taken = max(answers.values.values(), default=0)
+            if taken == 0:
                 raise _homes_away(self._by_number, answers, "REQ-RUN-066")
-            known = max(vote.launch, *answers.values.values())
+            known = max(vote.launch, taken)
         detail = f"{_TRIES} times other launches began at the same moment"
         raise err(Code.HOMES_AWAY, detail, where=self.homes[0].name, requirement="REQ-RUN-066")
 

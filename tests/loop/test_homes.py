@@ -208,16 +208,14 @@ def test_a_saver_without_a_trainer_waits_for_no_copies(homes: Directories) -> No
     others = homes.seen_from_first()
     gives_up = threading.Event()
     gives_up.set()
-    begin_s = time.monotonic()
     wait: Callable[[], None] = lambda: others.await_copy(  # noqa: E731
         homes.stores[0],
         read_known_run(homes.stores[0]).run_id,
         1,
-        deadline_s=60.0,
+        deadline_s=3600.0,
         gives_up=gives_up,
     )
     assert code_of(wait) == Code.HOME_BEHIND
-    assert time.monotonic() - begin_s < 30
 
 
 # --- a home is away -------------------------------------------------------------------------------
@@ -673,3 +671,9 @@ def test_a_damaged_record_founds_no_second_run(homes: Directories) -> None:
     run_homes._OPENED.clear()
     assert code_of(lambda: train(homes.paths, 8, away_after_s=0.3)) == Code.HOMES_AWAY
     assert [sorted(path.iterdir()) for path in homes.paths[1:]] == [[], []]
+
+
+def test_the_first_start_makes_missing_directories_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / "new" / name for name in NAMES]
+    train(paths, 4, away_after_s=3600.0)  # a missing directory isn't waited for
+    assert all((path / "home.json").exists() for path in paths)

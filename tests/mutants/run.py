@@ -315,7 +315,7 @@ MUTANTS = {
     "two_homes_mixed": Mutant(
         clauses=("REQ-RUN-030",),
         fault="copies a run into one that went on by itself",
-        patch=replaced(mirror, "check_same_history", lambda *_: None),
+        patch=replaced(mirror, "check_same_history", lambda *_, **__: None),
         tests=(
             "run/test_mirror.py::test_two_homes_that_both_went_on_are_a_named_error",
             "run/test_mirror.py::test_a_home_that_saved_behind_its_mirrors_back_is_no_mirror_of_it",
