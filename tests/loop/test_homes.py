@@ -187,7 +187,13 @@ def test_no_save_is_two_ahead_of_the_other_homes(homes: Directories) -> None:
     job = ckptfmt.Job(deadline_s=2.0)
     with (  # noqa: PT012
         pytest.raises(CkptError, match="step-00000004-l0001 isn't at another home") as caught,
-        checkpointer_of(homes.of_job(off), training, away_after_s=0.3, job=job) as checkpointer,
+        checkpointer_of(
+            homes.of_job(off),
+            training,
+            away_after_s=0.3,
+            job=job,
+            saving=ckptfmt.Saving(saver="inline", failed_saves=0),
+        ) as checkpointer,
     ):
         batches = training.batches()
         for step in checkpointer.steps(STEPS):
