@@ -695,6 +695,8 @@ class RunHomes:
         #: Ids of the homes of the run, and whether the homes must record them.
         self._ids: tuple[str, ...] = ()
         self._must_record = False
+        #: Whether the next launch changes the homes, as the first launch does.
+        self._changes = False
         #: The home of the launch, and the homes with an answer at the launch's begin.
         self._sources: list[HomePlace] = []
 
@@ -722,15 +724,18 @@ class RunHomes:
             IntegrityError(NOT_COMMITTED) without the checkpoint of `resume`. Spec: REQ-RUN-066,
             REQ-RUN-069, REQ-RUN-070.
         """
-        views, errors = self._look_at_all(writer_features)
-        members, joining = self._find_members(views, errors)
-        run_id = self._check_runs(members)
-        reports = self._tell_away(views, errors, members, joining)
-        check_wanted(members, self.homes, resume)
-        reports += self._wait_for_savers(members, wait_s)
-        while True:
+        for _ in range(_TRIES):
+            views, errors = self._look_at_all(writer_features)
+            members, joining = self._find_members(views, errors)
+            run_id = self._check_runs(members)
+            reports = self._tell_away(views, errors, members, joining)
+            check_wanted(members, self.homes, resume)
+            reports += self._wait_for_savers(members, wait_s)
             known = max(view.newest for view in views.values())
-            vote, voters = self._collect(run_id, known, members, joining)
+            collected = self._collect(run_id, known, members, joining)
+            if collected is None:  # the homes may be others now
+                continue
+            vote, voters = collected
             # A newer launch sees each commit confirmed before the votes.
             looked = self._look(members)
             views = looked.values
@@ -738,6 +743,8 @@ class RunHomes:
                 raise _homes_away(self._by_number, looked, "REQ-RUN-066")
             if max(view.newest for view in views.values()) <= vote.launch:
                 break
+        else:
+            raise self._too_many()
         if self._must_record:
             self._record_homes(vote, (*views, *joining))
         views = {number: view for number, view in views.items() if view.run is not None}
@@ -760,6 +767,7 @@ class RunHomes:
             )
         self._vote = vote
         self._mine = vote.launch
+        self._changes = False
         others = [self.homes[other] for other in views if other != number]
         self._sources = [self.homes[number], *others]
         ids = tuple(home.home_id for home in self.homes)
@@ -788,7 +796,9 @@ class RunHomes:
         self._vote = None
         if vote is None:
             members = range(len(self.homes))
-            vote, _ = self._collect(run.run_id, max(known, self._mine), members, {})
+            collected = self._collect(run.run_id, max(known, self._mine), members, {})
+            assert collected is not None  # noqa: S101
+            vote = collected[0]
             check_votes(
                 self._by_number,
                 run.run_id,
@@ -877,7 +887,7 @@ class RunHomes:
                 store.sync("")
 
     def _find_members(
-        self, views: Mapping[int, _View], errors: Mapping[int, CkptError]
+        self, views: dict[int, _View], errors: Mapping[int, CkptError]
     ) -> tuple[dict[int, _View], dict[int, str]]:
         """Return the homes of the run, and the ids of places that become homes.
 
@@ -894,6 +904,16 @@ class RunHomes:
         fewest = len(members)
         if doubted:
             fewest = min(fewest, len(doubted.intersection(ids.values())))
+        if is_new and len(views) == len(self.homes):
+            # The founding process ended in between: no launch has begun, as the first one needs
+            # the votes of all homes.
+            run_id = next(view.home.run_id for view in views.values() if view.home)
+            for n in views.keys() - ids.keys():
+                ids[n] = create_home(self.homes[n].open(), run_id)
+                home = HomeRecord(run_id=run_id, home=ids[n])
+                views[n] = dataclasses.replace(views[n], home=home)
+            members = {n: views[n] for n in ids}
+            fewest = len(members)
         if fewest < self._majority or (is_new and len(ids) < len(self.homes)):
             source = self.homes[min(members or ids)].name
             told = _errors_of(self.homes, members, {**dict.fromkeys(views, _STRANGER), **errors})
@@ -925,7 +945,8 @@ class RunHomes:
             for n, home in enumerate(self.homes)
         )
         self._ids = tuple(sorted({*by_place.values(), *(() if joining else gone)}))
-        self._must_record = is_new or bool(doubted) or bool(joining)
+        self._changes = is_new or bool(joining)
+        self._must_record = self._changes or bool(doubted)
         return members, joining
 
     def _record_homes(self, vote: Vote, of: Iterable[int]) -> None:
@@ -1005,14 +1026,19 @@ class RunHomes:
 
     def _collect(
         self, run_id: str, known: int, members: Collection[int], joining: Mapping[int, str]
-    ) -> tuple[Vote, set[int]]:
+    ) -> tuple[Vote, set[int]] | None:
         """Return the votes of a majority for a launch with a number above `known`, and the voters.
+
+        A launch that changes the homes needs the votes of all members.
 
         Args:
             members: numbers of the homes, whose votes count.
-            joining: places that become homes with this launch, if all members vote for it.
+            joining: places that become homes with this launch.
+
+        Returns: None if another launch has the number of a launch that changes the homes.
         """
-        needed_count = len(members) if joining else self._majority
+        needs_all = self._changes and (bool(joining) or len(members) == len(self.homes))
+        needed_count = len(members) if needs_all else self._majority
         homes = {number: self.homes[number] for number in members}
         for attempt in range(_TRIES):
             if attempt:
@@ -1036,9 +1062,15 @@ class RunHomes:
             taken = max(answers.values.values(), default=0)
             if taken == 0:
                 raise _homes_away(self._by_number, answers, "REQ-RUN-066")
+            if needs_all:
+                time.sleep(random.uniform(0.0, _TRY_PAUSE_S))  # noqa: S311
+                return None
             known = max(vote.launch, taken)
+        raise self._too_many()
+
+    def _too_many(self) -> CkptError:
         detail = f"{_TRIES} times other launches began at the same moment"
-        raise err(Code.HOMES_AWAY, detail, where=self.homes[0].name, requirement="REQ-RUN-066")
+        return err(Code.HOMES_AWAY, detail, where=self.homes[0].name, requirement="REQ-RUN-066")
 
     def _bring_records(
         self, number: int, views: Mapping[int, _View], launches: Sequence[Launch | LostLaunch]

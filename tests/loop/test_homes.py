@@ -23,6 +23,7 @@ from ckptfmt.run.lineage import (
     find_head,
     list_launches,
     list_vote_numbers,
+    open_run,
     read_known_run,
 )
 from ckptfmt.run.mirror import mirror_run, promote
@@ -413,6 +414,17 @@ def test_a_run_is_founded_while_all_homes_answer(homes: Directories) -> None:
     assert [read_known_run(store).writer_features for store in homes.stores] == [
         ("homes", "labels")
     ] * 3
+
+
+def test_an_interrupted_founding_is_continued(homes: Directories) -> None:
+    """REQ-RUN-070: no launch has begun without the votes of all homes."""
+    run = open_run(homes.stores[0], writer_features=("homes", "labels"))
+    first = run_homes.create_home(homes.stores[0], run.run_id)
+    training, checkpointer = train(homes.of_job(set()), STEPS)
+    assert checkpointer.reports == ()
+    assert homes.ids()[0] == first
+    assert training.bits() == undisturbed().bits()
+    assert len(set(homes.heads())) == 1
 
 
 @pytest.mark.parametrize("away", [set(), {"a"}])
