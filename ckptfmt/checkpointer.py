@@ -1364,8 +1364,6 @@ class Checkpointer:
             require_signature=self._trust,
             homes=self._homes,
         )
-        for sentence in () if self._homes is None else self._homes.reports:
-            add_report(self._saves.reports, f"HOME_BEHIND: {sentence}")
         if survivor is None:
             self._adopt(taken)
             self._pace.meters.note_launch(self._store, taken)
@@ -1402,6 +1400,8 @@ class Checkpointer:
         self._lends = taken.lends
         self.passed_over += taken.passed_over
         self._saves.note_launch(taken.reports)
+        for sentence in () if self._homes is None else self._homes.reports:
+            add_report(self._saves.reports, f"HOME_BEHIND: {sentence}")
         self._saves.begin_copies(taken.run, taken.launch, self._retention)
 
     def _load(

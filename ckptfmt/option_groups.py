@@ -108,14 +108,7 @@ class Mirror:
     place: str | os.PathLike[str] | Store = dataclasses.field(kw_only=False)
 
     def __post_init__(self) -> None:
-        given: object = self.place
-        if given is None or isinstance(given, int | float):
-            raise err(
-                Code.ARGUMENT,
-                f"{self.place!r} isn't a place",
-                where="Mirror(place=)",
-                remedy="Pass a directory, a URL or a store, as for Run.mirror.",
-            )
+        _check_place(self.place, "Mirror(place=)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +147,7 @@ class Homes:
                 " three homes decide when one is away. For a copy without a vote, pass a Mirror.",
             )
         for place in places:
-            Mirror(place)  # checks a place
+            _check_place(place, "Homes(places)")
         object.__setattr__(self, "places", places)
         if not 0 < self.away_after_s <= _AWAY_AFTER_MAX_S:
             detail = f"away_after_s={self.away_after_s!r} isn't a time of at most a day"
@@ -281,6 +274,17 @@ class Checks:
 _OTHER_HOMES: Final = 2
 #: Longest time after which a home counts as away, in seconds.
 _AWAY_AFTER_MAX_S: Final = 86_400.0
+
+
+def _check_place(given: object, where: str) -> None:
+    """Refuse a number or None in place of a place. Raises: StateError(ARGUMENT)."""
+    if given is None or isinstance(given, int | float):
+        raise err(
+            Code.ARGUMENT,
+            f"{given!r} isn't a place",
+            where=where,
+            remedy="Pass a directory, a URL or a store, as for Run.mirror.",
+        )
 
 
 def _as_tuple(given: Iterable[Any], where: str, kind: str) -> tuple[Any, ...]:

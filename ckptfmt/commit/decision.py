@@ -40,7 +40,7 @@ from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutE
 from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.signing.signer import Signer
-from ckptfmt.store.protocol import CALLS_AT_ONCE, Buffer, Store, call_each
+from ckptfmt.store.protocol import CALLS_AT_ONCE, Buffer, Store, call_each, read_if_there
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 
@@ -124,14 +124,8 @@ def read_register(store: Store, *, known: Known | None = None) -> Register | Non
 
     Raises: FormatError, IntegrityError, UnsupportedError, StoreError. Spec: REQ-MAN-001.
     """
-    try:
-        return (known or Known()).parse_register(
-            store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
-        )
-    except CkptError as error:
-        if error.code == Code.FILE_MISSING:
-            return None
-        raise
+    content = read_if_there(store, MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+    return None if content is None else (known or Known()).parse_register(content)
 
 
 def check_vacant(store: Store, *, but: Origin | None = None) -> None:

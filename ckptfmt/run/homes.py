@@ -39,6 +39,7 @@ from ckptfmt.documents.run import (
     Vote,
     check_run_id,
     launch_name,
+    parse_launch_name,
 )
 from ckptfmt.errors import CkptError, Code, StoreError, UnsupportedError, err
 from ckptfmt.features import HOMES
@@ -52,14 +53,13 @@ from ckptfmt.run.lineage import (
     list_launch_numbers,
     list_launches,
     list_places,
-    list_vote_numbers,
     open_run,
     read_launch,
     read_run,
 )
 from ckptfmt.run.scrub import scrub_checkpoint
 from ckptfmt.store import Address, LocalStore, address_of, check_apart, local_path, open_address
-from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store, read_if_there
 
 T = TypeVar("T")
 
@@ -399,7 +399,6 @@ class OtherHomes:
             homes,
             run_id,
             launch,
-            None,
             own=self.own,
             deadline_s=self.away_after_s,
             requirement="REQ-RUN-067",
@@ -409,17 +408,15 @@ class OtherHomes:
 def check_votes(
     homes: Mapping[int, HomePlace],
     run_id: str,
-    after: int,
-    before: int | None,
+    launch: int,
     *,
     own: Container[str],
     deadline_s: float,
     requirement: str,
 ) -> None:
-    """Check that no launch between two launches may have the votes of a majority.
+    """Check that no launch newer than `launch` may have the votes of a majority.
 
     Args:
-        after, before: numbers of the launches; None for no launch behind.
         own: nonces of the caller's own votes, which don't count.
         deadline_s: longest wait for a home in seconds.
 
@@ -427,19 +424,14 @@ def check_votes(
     """
     count = len(homes)
 
-    def is_between(number: int) -> bool:
-        return number > after and (before is None or number < before)
-
     def question(store: Store) -> dict[int, str]:
-        found = {
-            number: _nonce_of(store, number)
-            for number in filter(is_between, list_vote_numbers(store))
-        }
+        newer = [number for number in list_vote_numbers(store) if number > launch]
+        found = {number: _nonce_of(store, number) for number in newer}
         votes = {number: nonce for number, nonce in found.items() if nonce not in own}
         # A launch with a record has had the votes of a majority.
         begun = votes.keys() & list_launch_numbers(store) if votes else votes.keys()
         if begun:
-            raise _overruled(after, max(begun), requirement)
+            raise _overruled(launch, max(begun), requirement)
         return votes
 
     def is_enough(values: Mapping[int, dict[int, str]]) -> bool:
@@ -452,7 +444,7 @@ def check_votes(
         raise _homes_away(homes, answers, requirement)
     newest = _find_overruling(answers.values.values(), count, 0)
     if newest is not None:
-        raise _overruled(after, newest, requirement)
+        raise _overruled(launch, newest, requirement)
     if not is_enough(answers.values):
         away = _errors_of(list(homes.values()), answers.values, answers.errors)
         names = ", ".join(homes[number].name for number in away)
@@ -515,12 +507,8 @@ def read_home(store: Store) -> HomeRecord | None:
 
     Raises: FormatError, IntegrityError.
     """
-    try:
-        return HomeRecord.parse(store.read(HOME_NAME, limit_nbytes=limits.JSON_NBYTES))
-    except CkptError as error:
-        if error.code == Code.FILE_MISSING:
-            return None
-        raise
+    content = read_if_there(store, HOME_NAME, limit_nbytes=limits.JSON_NBYTES)
+    return None if content is None else HomeRecord.parse(content)
 
 
 def check_member(store: Store, run_id: str, home_id: str) -> None:
@@ -573,6 +561,18 @@ def _await(
 # --- votes ----------------------------------------------------------------------------------------
 
 
+def list_vote_numbers(store: Store) -> list[int]:
+    """Return the numbers of the launches with a vote of this home, in ascending numerical order.
+
+    A run with one home has no votes. Spec: REQ-RUN-065.
+    """
+    names = set(store.list_names(VOTES))
+    if store.is_remote:  # a damaged network answer may look like a shorter listing
+        names.update(store.list_names(VOTES))
+    numbers = map(parse_launch_name, names)
+    return sorted(number for number in numbers if number is not None)
+
+
 def read_vote(store: Store, number: int) -> Vote:
     """Return a vote of a home. Raises: FormatError, IntegrityError."""
     path = f"{VOTES}/{launch_name(number)}"
@@ -623,7 +623,7 @@ def _probe(store: Store) -> None:
     store.list_names(VOTES)
 
 
-def _look(store: Store) -> _View:
+def _read_view(store: Store) -> _View:
     """Return the contents of a home."""
     numbers = list_vote_numbers(store)
     vote = read_vote(store, numbers[-1]) if numbers else None
@@ -654,7 +654,7 @@ class ChosenHome:
     reports: tuple[str, ...]
 
 
-def _find_homes(views: Mapping[int, _View]) -> tuple[set[str], set[str]]:
+def _find_ids(views: Mapping[int, _View]) -> tuple[set[str], set[str]]:
     """Return the ids of the homes of a run, and the ids that the newest vote may have set.
 
     Both are empty before the first vote. A launch that changes the homes records them behind its
@@ -780,30 +780,25 @@ class RunHomes:
             for home, home_id in zip(self.homes, ids, strict=True)
         )
 
-    def elect(self, run: RunRecord, known: int) -> Vote:
+    def elect(self, run: RunRecord) -> Vote:
         """Return the votes of a majority for the next launch: the votes of `enter`, or new votes.
 
         New votes are for a launch behind the last launch of this process, at the same home.
 
-        Args:
-            run: record of the run.
-            known: the greatest known number of a launch.
-
-        Raises: FencedError(FENCED) if another launch came between; StoreError(HOMES_AWAY). Spec:
+        Raises: FencedError(FENCED) if another launch has begun since; StoreError(HOMES_AWAY). Spec:
             REQ-RUN-066.
         """
         vote = self._vote
         self._vote = None
         if vote is None:
             members = range(len(self.homes))
-            collected = self._collect(run.run_id, max(known, self._mine), members, {})
+            collected = self._collect(run.run_id, self._mine, members, {})
             assert collected is not None  # noqa: S101
             vote = collected[0]
             check_votes(
                 self._by_number,
                 run.run_id,
                 self._mine,
-                vote.launch,
                 own=self._own,
                 deadline_s=self._away_after_s,
                 requirement="REQ-RUN-066",
@@ -842,7 +837,7 @@ class RunHomes:
         """Return the contents of homes after a first answer."""
         return ask(
             {number: self.homes[number] for number in of},
-            _look,
+            _read_view,
             deadline_s=self._away_after_s * _LOOK_TIMES,
             grace_s=self._away_after_s,
         )
@@ -897,7 +892,8 @@ class RunHomes:
         Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
         """
         ids = {n: view.home.home for n, view in views.items() if view.home is not None}
-        known, doubted = _find_homes(views)
+        run_id = next(view.home.run_id for view in views.values() if view.home is not None)
+        known, doubted = _find_ids(views)
         is_new = not known
         known = known or set(ids.values())
         members = {n: views[n] for n, home_id in ids.items() if home_id in known}
@@ -907,7 +903,6 @@ class RunHomes:
         if is_new and len(views) == len(self.homes):
             # The founding process ended in between: no launch has begun, as the first one needs
             # the votes of all homes.
-            run_id = next(view.home.run_id for view in views.values() if view.home)
             for n in views.keys() - ids.keys():
                 ids[n] = create_home(self.homes[n].open(), run_id)
                 home = HomeRecord(run_id=run_id, home=ids[n])
@@ -936,7 +931,6 @@ class RunHomes:
             if view.home is None or not (n in members or view.home.homes or view.vote)
         ]
         if len(members) + len(free) == len(self.homes):
-            run_id = next(view.home.run_id for view in members.values() if view.home)
             joining = {n: create_home(self.homes[n].open(), run_id) for n in free}
         by_place = {**{n: ids[n] for n in members}, **joining}
         gone = sorted(known - set(by_place.values()))  # homes that are away
@@ -1013,7 +1007,7 @@ class RunHomes:
             self.homes[number].name
             for number, view in views.items()
             for entry in view.entries
-            if wanted in (entry.name, _digest_of(entry)) and isinstance(entry.register, Tombstone)
+            if wanted in (entry.name, entry.digest) and isinstance(entry.register, Tombstone)
         ]
         if len(self.homes) - len(retired) < self._majority:
             raise err(
@@ -1037,8 +1031,7 @@ class RunHomes:
 
         Returns: None if another launch has the number of a launch that changes the homes.
         """
-        needs_all = self._changes and (bool(joining) or len(members) == len(self.homes))
-        needed_count = len(members) if needs_all else self._majority
+        needed_count = len(members) if self._changes else self._majority
         homes = {number: self.homes[number] for number in members}
         for attempt in range(_TRIES):
             if attempt:
@@ -1062,7 +1055,7 @@ class RunHomes:
             taken = max(answers.values.values(), default=0)
             if taken == 0:
                 raise _homes_away(self._by_number, answers, "REQ-RUN-066")
-            if needs_all:
+            if self._changes:
                 time.sleep(random.uniform(0.0, _TRY_PAUSE_S))  # noqa: S311
                 return None
             known = max(vote.launch, taken)
@@ -1081,7 +1074,7 @@ class RunHomes:
         """
         home = self.homes[number].open()
         own = {launch.launch: launch for launch in views[number].launches}
-        registers = {entry.name: _digest_of(entry) for entry in views[number].entries}
+        registers = {entry.name: entry.digest for entry in views[number].entries}
         for launch in launches:
             damaged = isinstance(own.get(launch.launch), LostLaunch)
             if isinstance(launch, LostLaunch) or (launch.launch in own and not damaged):
@@ -1154,9 +1147,9 @@ def _unite(
                 raise _diverged(f"{LAUNCHES}/{launch_name(launch.launch)}", homes[number])
         for entry in view.entries:
             other = entries.setdefault(entry.name, entry)
-            if len({_digest_of(entry), _digest_of(other), None}) > 2:
+            if len({entry.digest, other.digest, None}) > 2:
                 raise _diverged(entry.name, homes[number])
-            if other.manifest is None and (entry.manifest is not None or _digest_of(entry)):
+            if other.manifest is None and (entry.manifest is not None or entry.digest):
                 entries[entry.name] = entry
     ordered = sorted(entries.values(), key=lambda entry: (entry.step, entry.launch))
     return [launches[number] for number in sorted(launches)], ordered
@@ -1165,13 +1158,6 @@ def _unite(
 def _diverged(path: str, home: HomePlace) -> CkptError:
     detail = f"it is another one at {home.name} than at the homes before"
     return err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-069")
-
-
-def _digest_of(entry: RunEntry) -> str | None:
-    """Return the manifest's digest of a committed or retired checkpoint, or None."""
-    if isinstance(entry.register, Tombstone):
-        return entry.register.manifest_digest
-    return None if entry.manifest is None else entry.manifest.digest
 
 
 def _choose(
@@ -1191,7 +1177,7 @@ def _choose(
     if resume == "auto":
         wanted = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     else:
-        wanted = [entry for entry in entries if resume in (entry.name, _digest_of(entry))]
+        wanted = [entry for entry in entries if resume in (entry.name, entry.digest)]
     for entry in wanted:
         for number in order:
             for own in views[number].entries:

@@ -29,7 +29,6 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.run import (
     LAUNCHES,
     RUN_NAME,
-    VOTES,
     LabelsRecord,
     Launch,
     RunRecord,
@@ -49,13 +48,20 @@ from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_clea
 from ckptfmt.signing.pin import record_launch
 from ckptfmt.signing.trust import Trust, pin_of
 from ckptfmt.store import open_store, split_path
-from ckptfmt.store.protocol import Store, call_each
+from ckptfmt.store.protocol import Store, call_each, read_if_there
 
 #: The remedy where all remaining checkpoints are suspect.
 _SUSPECT: Final = (
     "Begin one launch with resume= and the name of one that you trust, or 'fresh';"
     " later ones follow it."
 )
+
+
+def digest_of(register: object) -> str | None:
+    """Return the manifest's digest from a register, also from a tombstone; else None."""
+    if isinstance(register, Manifest):
+        return register.digest
+    return register.manifest_digest if isinstance(register, Tombstone) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,11 @@ class RunEntry:
         return self.register if isinstance(self.register, Manifest) else None
 
     @property
+    def digest(self) -> str | None:
+        """The manifest's digest of a committed or retired checkpoint, or None."""
+        return digest_of(self.register)
+
+    @property
     def references(self) -> tuple[Reference, ...]:
         """The bases of a committed checkpoint."""
         return () if self.manifest is None else self.manifest.references
@@ -159,12 +170,8 @@ def read_run(store: Store) -> RunRecord | None:
 
     Raises: FormatError, IntegrityError.
     """
-    try:
-        return RunRecord.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
-    except CkptError as error:
-        if error.code == Code.FILE_MISSING:
-            return None
-        raise
+    content = read_if_there(store, RUN_NAME, limit_nbytes=limits.JSON_NBYTES)
+    return None if content is None else RunRecord.parse(content)
 
 
 def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
@@ -285,18 +292,6 @@ def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | L
 def list_launch_numbers(store: Store) -> list[int]:
     """Return the numbers of a run's launches in ascending numerical order."""
     numbers = (parse_launch_name(name) for name in store.list_names(LAUNCHES))
-    return sorted(number for number in numbers if number is not None)
-
-
-def list_vote_numbers(store: Store) -> list[int]:
-    """Return the numbers of the launches with a vote of this home, in ascending numerical order.
-
-    A run with one home has no votes. Spec: REQ-RUN-065.
-    """
-    names = set(store.list_names(VOTES))
-    if store.is_remote:  # a damaged network answer may look like a shorter listing
-        names.update(store.list_names(VOTES))
-    numbers = map(parse_launch_name, names)
     return sorted(number for number in numbers if number is not None)
 
 
@@ -443,7 +438,7 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
         return None
     found = list(iter_lineage([*known.values(), lost], entries))
     older = [entry for entry in found if entry.launch < number and entry.manifest is not None]
-    resume = Reference(name=older[0].name, digest=_digest_of(older[0])) if older else None
+    resume = _reference_to(older[0]) if older else None
     if resume is None and any(entry.is_record for entry in found):
         # All checkpoints of older launches are retired. A tombstone has the digest of the manifest.
         first = min(
@@ -459,19 +454,17 @@ def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
         if not retired:
             return None
         newest = max(retired, key=lambda entry: (entry.launch, entry.step))
-        resume = Reference(name=newest.name, digest=_digest_of(newest))
+        resume = _reference_to(newest)
     nonce = nonces.pop() if nonces else secrets.token_hex(16)
     return Launch(
         run_id=run.run_id, launch=number, nonce=nonce, chosen_by="hand", resume_from=resume
     )
 
 
-def _digest_of(entry: RunEntry) -> str:
-    """Return the manifest's digest of a committed or retired checkpoint."""
-    if isinstance(entry.register, Tombstone):
-        return entry.register.manifest_digest
-    assert entry.manifest is not None  # noqa: S101
-    return entry.manifest.digest
+def _reference_to(entry: RunEntry) -> Reference:
+    """Return the reference to a committed or retired checkpoint."""
+    assert entry.digest is not None  # noqa: S101
+    return Reference(name=entry.name, digest=entry.digest)
 
 
 def was_committed(entry: RunEntry) -> bool:
@@ -551,7 +544,7 @@ def begin_launch(
     trusted: Container[str] = (),
     after: int | None = None,
     require_signature: Trust | None = None,
-    elect: Callable[[RunRecord, int], Vote] | None = None,
+    elect: Callable[[RunRecord], Vote] | None = None,
     mend: Callable[[str], None] | None = None,
 ) -> tuple[Launch, Checkpoint | None]:
     """Choose a checkpoint to resume from, verify every byte, and create the next launch's record.
@@ -566,8 +559,8 @@ def begin_launch(
         after: number of the launch that goes back, and must still own the run; None for a start.
         require_signature: signers of a checkpoint to resume from; None for any. No older
             checkpoint takes the place of an unsigned one. Attempts in `trusted` aren't checked.
-        elect: returns the votes of a majority of the homes, given the run and the greatest known
-            number of a launch; None for a run with one home. See `ckptfmt.run.homes`.
+        elect: returns the votes of a majority of the homes; None for a run with one home. See
+            `ckptfmt.run.homes`.
         mend: repairs a damaged candidate, given its name, from other homes; None without any.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for
@@ -591,7 +584,7 @@ def begin_launch(
         if after is not None:
             check_not_fenced(store, after)
         # The votes come first: the lists then have each commit that was confirmed before.
-        vote = None if elect is None else elect(run, _find_greatest(store))
+        vote = None if elect is None else elect(run)
         launches = list_launches(store, run)
         entries = list_checkpoints(store, run, with_labels=False)
         checkpoint: Checkpoint | None = None
@@ -648,12 +641,6 @@ def _without_votes(store: Store) -> CkptError:
         remedy="Pass copies=[ckptfmt.Homes([...])] with the other homes of the run; in place of a"
         " lost home, pass an empty place.",
     )
-
-
-def _find_greatest(store: Store) -> int:
-    """Return the greatest number of a launch with a record or a checkpoint; 0 for none."""
-    places = (number for _, number in list_places(store))
-    return max([0, *list_launch_numbers(store), *places])
 
 
 def open_head(

@@ -53,6 +53,7 @@ from ckptfmt.run.lineage import (
     begin_launch,
     check_records,
     check_writer_features,
+    digest_of,
     is_overtaken,
     iter_lineage,
     list_checkpoints,
@@ -304,21 +305,14 @@ def check_same_history(
     for entry in other[1]:
         if isinstance(entry.register, CkptError) and entry.register.code == Code.RUN_MISMATCH:
             raise entry.register.below(entry.name)
-        digest = _digest_of(entry.register)
+        digest = entry.digest
         here = registers.get(entry.name)
-        if are_homes and _digest_of(here) is None:
+        if are_homes and digest_of(here) is None:
             continue
-        if digest is not None and not isinstance(here, CkptError) and _digest_of(here) != digest:
+        if digest is not None and not isinstance(here, CkptError) and digest_of(here) != digest:
             raise _diverged(
-                entry.name, "isn't" if _digest_of(here) is None else "is another one", names
+                entry.name, "isn't" if digest_of(here) is None else "is another one", names
             )
-
-
-def _digest_of(register: object) -> str | None:
-    """Return the manifest's digest from a register, also from a tombstone; else None."""
-    if isinstance(register, Manifest):
-        return register.digest
-    return register.manifest_digest if isinstance(register, Tombstone) else None
 
 
 def _diverged(path: str, how: str, names: tuple[str, str]) -> CkptError:
@@ -458,7 +452,7 @@ class _Mirroring:
         return entry.name in self._copied or (
             found is not None
             and found.manifest is not None
-            and found.manifest.digest == _digest_of(entry.register)
+            and found.manifest.digest == entry.digest
         )
 
     def _check_stop(self) -> None:
@@ -492,7 +486,7 @@ class _Mirroring:
     def _bring_named(self, resume: Reference) -> None:
         """Copy the checkpoint or tombstone of a launch record, unless present at the mirror."""
         entry = self._entries.get(resume.name)
-        if entry is None or _digest_of(entry.register) != resume.digest:
+        if entry is None or entry.digest != resume.digest:
             # Lost at home: a reader of the mirror gets the same error as a reader of the home.
             return
         if entry.manifest is not None and not self._bring(entry):
@@ -618,7 +612,7 @@ class _Mirroring:
                 manifest.references, key=lambda one: parse_checkpoint_name(one.name) or ()
             ):
                 base = self._entries.get(one.name)
-                if base is None or _digest_of(base.register) != one.digest or not self._bring(base):
+                if base is None or base.digest != one.digest or not self._bring(base):
                     detail = f"it reads from {one.name}, which can't be copied"
                     raise err(
                         Code.BASE_MISSING, detail, where=entry.name, requirement="REQ-RUN-028"

@@ -49,8 +49,8 @@ class Mirrors:
         are_homes: see `mirror_run`.
         repeats: whether a failed copy is made again after a pause, instead of behind the next
             commit.
-        tidy: called with the store of a mirror after each whole copy; retires checkpoints there,
-            and returns a problem or an empty string.
+        tidy: called with the store of a mirror after each copy that brought the head; retires
+            checkpoints there, and returns a problem or an empty string.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Mirrors:
         try:
             store = self._opens(place)
             report = mirror_run(self._home, store, are_homes=self._are_homes, stop=self._stop)
-            is_whole = report.current and not (report.problems or report.stopped)
-            left = self._tidy(store) if is_whole else ""
+            is_current = report.current and not report.stopped
+            left = self._tidy(store) if is_current else ""
         except BaseException as error:  # noqa: BLE001
             known = as_ckpt_error(error)
             with self._lock:
@@ -190,7 +190,7 @@ class Mirrors:
             return
         with self._lock:
             self._in_caches = frozenset(report.in_caches)
-            self._is_behind |= self._repeats and not (report.current and not report.stopped)
+            self._is_behind |= self._repeats and not is_current
         for problem in report.problems:
             self._report(f"MIRROR_BEHIND: {name}: {problem}")
         if left:

@@ -385,6 +385,19 @@ def _unsafe(path: str, detail: str) -> CkptError:
     return err(Code.UNSAFE_PATH, detail, where=ascii(path[:200]), requirement="REQ-CKP-001")
 
 
+def read_if_there(store: Store, path: str, *, limit_nbytes: int) -> bytes | None:
+    """Return a whole small file, as `Store.read`; None for a missing file.
+
+    Raises: as `Store.read`, except IntegrityError(FILE_MISSING).
+    """
+    try:
+        return store.read(path, limit_nbytes=limit_nbytes)
+    except CkptError as error:
+        if error.code == Code.FILE_MISSING:
+            return None
+        raise
+
+
 def call_each(
     store: Store,
     call: Callable[[Item], Answer],

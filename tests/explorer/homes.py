@@ -359,7 +359,7 @@ def _read(store: MemoryStore) -> tuple[dict[int, set[Launch]], dict[str, set[str
             assert isinstance(launch, Launch)
             launches.setdefault(launch.launch, set()).add(launch)
         for entry in lineage.list_checkpoints(home, run, with_labels=False):
-            digest = run_homes._digest_of(entry)
+            digest = entry.digest
             if digest is not None:
                 digests.setdefault(entry.name, set()).add(digest)
     return launches, digests

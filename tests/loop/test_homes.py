@@ -17,12 +17,11 @@ import ckptfmt
 from ckptfmt.documents.run import RUN_NAME, VOTES, Launch, Vote, launch_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import homes as run_homes
-from ckptfmt.run.homes import HomePlace, OtherHomes
+from ckptfmt.run.homes import HomePlace, OtherHomes, list_vote_numbers
 from ckptfmt.run.lineage import (
     begin_launch,
     find_head,
     list_launches,
-    list_vote_numbers,
     open_run,
     read_known_run,
 )
