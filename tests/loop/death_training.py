@@ -81,6 +81,7 @@ class _Training:
         make: Any = dist.TCPStore  # type: ignore[attr-defined]
         self.store = make("127.0.0.1", told.port, is_master=False)
         self.read_nbytes = 0
+        self.committed: set[int] = set()
         self.begun_s = time.time()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.25), nn.Linear(6, 2))
@@ -146,6 +147,8 @@ class _Training:
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
             loss = model(self.inputs[next(batches)]).square().mean()
+            if self.told.damages and ("step", step) in self.told.deaths:
+                self._wait_for_commit((step - 1) // EVERY * EVERY)
             self._die("step", step)
             loss.backward()
             self.optimizer.step()
@@ -193,7 +196,15 @@ class _Training:
 
     def _hear(self, event: ckptfmt.SaveEvent) -> None:
         if event.kind == "committed":
+            self.committed.add(event.step)
             self._die("commit", event.step)
+
+    def _wait_for_commit(self, step: int) -> None:
+        """Wait until the run has the save of a step: the others read the run if memory is damaged."""
+        end_s = time.monotonic() + WAIT_S
+        while step not in self.committed:
+            assert time.monotonic() < end_s, f"the save of step {step} isn't committed"
+            time.sleep(0.02)
 
     @contextlib.contextmanager
     def _dying(self) -> Iterator[None]:
