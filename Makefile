@@ -162,6 +162,17 @@ $(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.tom
 test-plugins: venv-plugins  ## the plug-ins with the real frameworks, in minutes
 	@$(PLUGINS)/bin/python -m pytest -n $(JOBS) $(DIST) -p no:cacheprovider tests/plugins
 
+# Forged documents and checkpoints, changed by a fuzzer that is guided by coverage. Each night begins with the corpus
+# of the nights before.
+FUZZER := atheris==3.0.0
+FUZZ_MINUTES ?= 60
+FUZZ_CORPUS ?= .fuzz
+
+.PHONY: fuzz
+fuzz: venv  ## the fuzzer, for FUZZ_MINUTES on all cores; the corpus grows in FUZZ_CORPUS
+	@$(PIP) install $(FUZZER)
+	@$(BIN)/python -m tests.fuzz.night $(FUZZ_CORPUS) --minutes $(FUZZ_MINUTES) --json $(FUZZ_CORPUS)/figures.json
+
 # The reader in JavaScript. Its tests compare it with the Python package, so that they need the environment, too.
 .PHONY: js-tools
 js-tools: js/node_modules/.stamp  ## install the JavaScript package's tools for development, from npm's registry

@@ -1,8 +1,8 @@
 """Fuzz one target, guided by coverage: ``python -m tests.fuzz.guided TARGET CORPUS [SECONDS]``.
 
-Needs ``pip install atheris`` beside the package, which no test needs. Inputs that reach new code go to the
+Needs atheris, which `make fuzz` installs and no test needs. Inputs that reach new code go to the
 directory CORPUS. An input is a finding if it raises anything but a CkptError, takes more than ten seconds
-or 2 GB, or is accepted and dumped as other bytes; it is written to the working directory. With ``keep`` in
+or 2 GB, or is accepted and dumped as other bytes; the input is written beside CORPUS. With ``keep`` in
 place of SECONDS, the smallest inputs of CORPUS become the kept ones, which `test_corpus.py` plays.
 """
 
@@ -30,12 +30,13 @@ def begin(target: str) -> str:
 
 def main(target: str, corpus: str, seconds: str = "60") -> None:
     """Fuzz for some time, or keep what was found."""
-    pathlib.Path(corpus).mkdir(exist_ok=True)
+    pathlib.Path(corpus).mkdir(parents=True, exist_ok=True)
     if seconds == "keep":
         contents = {path.read_bytes() for path in pathlib.Path(corpus).iterdir()}
         keep(target, sorted(contents, key=lambda content: (len(content), content))[:_KEPT])
         return
-    options = [*_OPTIONS, f"-max_total_time={seconds}", corpus, begin(target)]
+    findings = f"-artifact_prefix={pathlib.Path(corpus).absolute()}-"
+    options = [*_OPTIONS, findings, f"-max_total_time={seconds}", corpus, begin(target)]
     atheris.Setup([sys.argv[0], *options], lambda content: feed(target, content) and None)
     atheris.Fuzz()
 

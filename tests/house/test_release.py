@@ -78,7 +78,7 @@ def test_workflows_are_yaml_and_run_what_exists(path):
         assert runs
         assert set(matrix) <= TARGETS
         for command in runs:
-            assert command in (".ci/run", "make ${{ matrix.target }}")
+            assert command in (".ci/run", "make ${{ matrix.target }}", "make fuzz")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
@@ -87,6 +87,7 @@ def test_the_nightly_workflow_runs_all_lines_of_the_night():
     line = {"test-exhaustive", "test-plugins-exhaustive", "test-torch", "test-pythons"}
 
     assert line <= set(re.findall(r"test-[a-z-]+", text))
+    assert "run: make fuzz" in text
 
 
 def test_targets_that_the_page_names_are_there():
