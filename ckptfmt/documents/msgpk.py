@@ -23,26 +23,29 @@ from ckptfmt.errors import CkptError, Code, err
 #: Returns the canonical msgpack of a value whose maps, if any, are sorted.
 dump_mapless: Final[Callable[[object], bytes]] = msgpack.packb
 # The meaning of a first byte: number of value bytes that follow, number of children (-1: no
-# container), size of a length field that follows, and number of children per unit of this length
-# (0: the length counts bytes).
-_Form = tuple[int, int, int, int]
+# container), size of a length field that follows, number of children per unit of this length
+# (0: the length counts bytes), and the least length, or the least magnitude of an integer, that
+# has no shorter form.
+_Form = tuple[int, int, int, int, int]
 _LENGTHS: Final[dict[int, _Form]] = {
-    **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, -1, 0, 0)),  # nil, false, true
-    **{0xC4 + i: (0, -1, 1 << i, 0) for i in range(3)},  # byte strings
-    **{0xCC + i: (1 << i, -1, 0, 0) for i in range(4)},  # integers, unsigned
-    **{0xD0 + i: (1 << i, -1, 0, 0) for i in range(4)},  # and signed
-    **{0xD9 + i: (0, -1, 1 << i, 0) for i in range(3)},  # strings
-    **{0xDC + i: (0, -1, 2 << i, 1) for i in range(2)},  # arrays
-    **{0xDE + i: (0, -1, 2 << i, 2) for i in range(2)},  # maps
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, -1, 0, 0, 0)),  # nil, false, true
+    **{0xC4 + i: (0, -1, 1 << i, 0, (0, 1 << 8, 1 << 16)[i]) for i in range(3)},  # byte strings
+    **{0xCC + i: (1 << i, -1, 0, 0, (1 << 7, 1 << 8, 1 << 16, 1 << 32)[i]) for i in range(4)},
+    **{0xD0 + i: (1 << i, -1, 0, 0, (33, 129, (1 << 15) + 1, (1 << 31) + 1)[i]) for i in range(4)},
+    **{0xD9 + i: (0, -1, 1 << i, 0, (32, 1 << 8, 1 << 16)[i]) for i in range(3)},  # strings
+    **{0xDC + i: (0, -1, 2 << i, 1, (16, 1 << 16)[i]) for i in range(2)},  # arrays
+    **{0xDE + i: (0, -1, 2 << i, 2, (16, 1 << 16)[i]) for i in range(2)},  # maps
 }
+#: The first bytes of signed integers, whose shortest forms are for negative numbers.
+_SIGNED: Final = frozenset(range(0xD0, 0xD4))
 
 
 def _form_of(first: int) -> _Form | None:
     if first < 0x80 or first >= 0xE0:
-        return 0, -1, 0, 0
+        return 0, -1, 0, 0, 0
     if first < 0xA0:
-        return 0, (first & 0x0F) * (1 if first >= 0x90 else 2), 0, 0
-    return (first & 0x1F, -1, 0, 0) if first < 0xC0 else _LENGTHS.get(first)
+        return 0, (first & 0x0F) * (1 if first >= 0x90 else 2), 0, 0, 0
+    return (first & 0x1F, -1, 0, 0, 0) if first < 0xC0 else _LENGTHS.get(first)
 
 
 #: One-byte values (integers, nil, booleans), of which the pattern finds many at once.
@@ -254,7 +257,9 @@ def parse_msgpack(
     Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED, DOC_DUPLICATE_KEY,
         DOC_NOT_CANONICAL).
     """
-    check_msgpack(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
+    _, is_shortest = _walk(
+        content, where=where, limit_items=limit_items, limit_containers=limit_containers
+    )
 
     def check_pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         if not all(isinstance(key, str) for key, _ in pairs):
@@ -296,7 +301,7 @@ def parse_msgpack(
         raise err(
             Code.DOC_ENCODING, "a string isn't UTF-8", where=where, requirement="REQ-DOC-020"
         ) from None
-    if dump_mapless(value) != content:  # maps keep their order
+    if not is_shortest:
         raise err(
             Code.DOC_NOT_CANONICAL, "not in canonical form", where=where, requirement="REQ-DOC-022"
         )
@@ -318,9 +323,22 @@ def count_items(
 ) -> int:
     """Return the number of values of `content`, checked without building objects.
 
-    Raises: as `parse_msgpack`.
+    Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED).
+    """
+    return _walk(content, where=where, limit_items=limit_items, limit_containers=limit_containers)[
+        0
+    ]
+
+
+def _walk(
+    content: bytes, *, where: str, limit_items: int, limit_containers: int | None
+) -> tuple[int, bool]:
+    """Return the number of values, and whether each has the shortest form.
+
+    Raises: as `count_items`.
     """
     at = items = containers = 0
+    is_shortest = True
     is_table = limit_containers is not None
     # Values left in the innermost container, and in those around it.
     left = 1
@@ -340,7 +358,8 @@ def count_items(
         items += 1
         if items > limit_items:
             raise _too_many(limit_items, "values", where, is_table=is_table)
-        at, children = _step(content, at, where)
+        at, children, is_short = _step(content, at, where)
+        is_shortest &= is_short
         if children < 0:
             continue
         # Each remaining value takes at least one byte, so a greater count is wrong.
@@ -370,7 +389,7 @@ def count_items(
             where=where,
             requirement="REQ-DOC-021",
         )
-    return items
+    return items, is_shortest
 
 
 def _too_many(most: int, what: str, where: str, *, is_table: bool) -> CkptError:
@@ -379,32 +398,38 @@ def _too_many(most: int, what: str, where: str, *, is_table: bool) -> CkptError:
     return err(Code.LIMIT_EXCEEDED, f"more than {most} {what}", where=where, requirement=clause)
 
 
-def _step(content: bytes, at: int, where: str) -> tuple[int, int]:
-    """Return the end of the value at `at`, and its number of children; -1 if it isn't a container.
+def _step(content: bytes, at: int, where: str) -> tuple[int, int, bool]:
+    """Return end and number of children of the value at `at`, and whether its form is the shortest.
 
-    The end of a container is the begin of its first child.
+    The end of a container is the begin of its first child. A value that isn't a container has -1
+    children.
     """
     if at >= len(content):
         raise err(
             Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021"
         )
-    form = _FORMS[content[at]]
+    first = content[at]
+    form = _FORMS[first]
     if form is None:
-        raise _unknown_form(content[at], where)
-    skipped, children, width, factor = form
+        raise _unknown_form(first, where)
+    skipped, children, width, factor, least = form
     at += 1 + skipped
+    size = least
     if width:
-        length = int.from_bytes(content[at : at + width], "big")
+        size = int.from_bytes(content[at : at + width], "big")
         at += width
         if factor:
-            children = factor * length
+            children = factor * size
         else:
-            at += length
+            at += size
+    elif least:
+        integer = int.from_bytes(content[at - skipped : at], "big", signed=first in _SIGNED)
+        size = -integer if first in _SIGNED else integer
     if at > len(content):
         raise err(
             Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021"
         )
-    return at, children
+    return at, children, size >= least
 
 
 def _unknown_form(first: int, where: str) -> CkptError:

@@ -18,8 +18,8 @@ _PAIRS = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 def tagged(tree: Any) -> Any:  # noqa: PLR0911 - any tree, as msgpack has it; one answer for each form
     """Return the tagged JSON of a tree.
 
-    >>> tagged(["t", 1, ["f", bytes.fromhex("000000000000f03f")]]) {'tuple': [1, {'float':
-    '3ff0000000000000'}]}
+    >>> tagged(["t", 1, ["f", bytes.fromhex("000000000000f03f")]])
+    {'tuple': [1, {'float': '3ff0000000000000'}]}
     """
     match tree:
         case None | bool() | str():

@@ -1,5 +1,7 @@
 """msgpack documents: rows 100 to 111 of the hostile inputs, and that only the canonical bytes are taken."""
 
+import collections
+import contextlib
 import struct
 import time
 import tracemalloc
@@ -116,6 +118,61 @@ def test_every_first_byte_has_an_outcome():
                 Code.DOC_ENCODING,
                 Code.DOC_DUPLICATE_KEY,
             }
+
+
+def sized(forms, count, rest):
+    """Return the values of a length in each form that can hold the length: (first byte, width)."""
+    return [
+        bytes([first]) + count.to_bytes(width, "big") + rest
+        for first, width in forms
+        if count < 1 << 8 * width
+    ]
+
+
+LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 255, 256, 257, 65_535, 65_536)
+NUMBERS = sorted(
+    sign * (1 << bits) + more
+    for sign in (1, -1)
+    for bits in (0, 5, 7, 8, 15, 16, 31, 32, 63)
+    for more in (-1, 0, 1)
+)
+
+
+def every_form():
+    for count in LENGTHS:
+        yield from sized([(0xD9, 1), (0xDA, 2), (0xDB, 4)], count, b"x" * count)
+        yield from sized([(0xC4, 1), (0xC5, 2), (0xC6, 4)], count, b"x" * count)
+        yield from sized([(0xDC, 2), (0xDD, 4)], count, b"\xc0" * count)
+        entries = b"".join(b"\xa5%05d\xc0" % number for number in range(count))
+        yield from sized([(0xDE, 2), (0xDF, 4)], count, entries)
+        for most, begin, rest in (
+            (32, 0xA0, b"x" * count),
+            (16, 0x90, b"\xc0" * count),
+            (16, 0x80, entries),
+        ):
+            if count < most:
+                yield bytes([begin + count]) + rest
+    for number in NUMBERS:
+        for first, is_signed in ((0xCC, False), (0xD0, True)):
+            for power in range(4):
+                with contextlib.suppress(OverflowError):
+                    packed = number.to_bytes(1 << power, "big", signed=is_signed)
+                    yield bytes([first + power]) + packed
+        if -32 <= number < 128:
+            yield number.to_bytes(1, "big", signed=number < 0)
+
+
+def test_the_shortest_form_alone_is_taken():
+    """REQ-DOC-022: msgpack's own packer is the oracle, for the last value of each form and the next."""
+    counts = collections.Counter[bool]()
+    for content in every_form():
+        is_shortest = msgpack.packb(msgpack.unpackb(content, strict_map_key=False)) == content
+        nested = b"\x92\xc0" + content
+        wanted = "ok" if is_shortest else Code.DOC_NOT_CANONICAL
+        assert code_of(lambda content=content: parse(content, 1 << 20)) == wanted, content[:9]
+        assert code_of(lambda content=nested: parse(content, 1 << 20)) == wanted, content[:9]
+        counts[is_shortest] += 1
+    assert min(counts.values()) > 80
 
 
 def test_limits_are_the_last_that_is_taken():
