@@ -74,7 +74,7 @@ from ckptfmt.write.snapshot import Memory
 
 if TYPE_CHECKING:
     from ckptfmt.loop.healer import Healing
-    from ckptfmt.run.homes import RunHomes
+    from ckptfmt.run.elections import RunHomes
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -93,10 +93,12 @@ def _find_homes(run: str | os.PathLike[str] | Store, options: Options) -> RunHom
             where="agree=",
             remedy="Use torch.distributed, or pass a function that gathers bytes.",
         )
-    from ckptfmt.run import homes as run_homes  # noqa: PLC0415 - few runs need the module
+    # few runs need the modules
+    from ckptfmt.run.elections import RunHomes  # noqa: PLC0415
+    from ckptfmt.run.homes import HomePlace  # noqa: PLC0415
 
-    homes = [run_homes.HomePlace.of(place) for place in (run, *options.homes.places)]
-    return run_homes.RunHomes(homes, away_after_s=options.homes.away_after_s)
+    homes = [HomePlace.of(place) for place in (run, *options.homes.places)]
+    return RunHomes(homes, away_after_s=options.homes.away_after_s)
 
 
 class Checkpointer:

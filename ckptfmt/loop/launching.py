@@ -37,7 +37,7 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
 if TYPE_CHECKING:
-    from ckptfmt.run.homes import RunHomes
+    from ckptfmt.run.elections import RunHomes
 
 T = TypeVar("T")
 

@@ -560,7 +560,7 @@ def begin_launch(
         require_signature: signers of a checkpoint to resume from; None for any. No older
             checkpoint takes the place of an unsigned one. Attempts in `trusted` aren't checked.
         elect: returns the votes of a majority of the homes; None for a run with one home. See
-            `ckptfmt.run.homes`.
+            `ckptfmt.run.elections`.
         mend: repairs a damaged candidate, given its name, from other homes; None without any.
 
     Returns: the launch; and the checkpoint to resume from, open, with the verified documents for

@@ -59,7 +59,7 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:
-    from ckptfmt.run.homes import OtherHomes
+    from ckptfmt.run.votes import OtherHomes
 
 _LOG: Final = logging.getLogger("ckptfmt")
 

@@ -18,7 +18,7 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
 
 if TYPE_CHECKING:
-    from ckptfmt.run.homes import OtherHomes
+    from ckptfmt.run.votes import OtherHomes
 
 #: Attributes of the manifest in the saver's report of a commit.
 OF_MANIFEST: Final = ("digest", "nbytes", "profile", "stored_nbytes", "durability")
@@ -102,7 +102,7 @@ def parse_request(
 def _parse_others(value: dict[str, Any] | None) -> OtherHomes | None:
     if value is None:
         return None
-    from ckptfmt.run.homes import OtherHomes  # noqa: PLC0415 - few runs need the module
+    from ckptfmt.run.votes import OtherHomes  # noqa: PLC0415 - few runs need the module
 
     return OtherHomes.from_dict(value)
 

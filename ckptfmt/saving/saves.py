@@ -58,7 +58,7 @@ from ckptfmt.write.staging import Copy, Fillings, plan_copies
 from ckptfmt.write.writer import as_ckpt_error
 
 if TYPE_CHECKING:
-    from ckptfmt.run.homes import OtherHomes
+    from ckptfmt.run.votes import OtherHomes
     from ckptfmt.saving.home_copies import HomeCopies
 
 _LOG: Final = logging.getLogger("ckptfmt")

@@ -47,8 +47,9 @@ import ckptfmt
 from ckptfmt.documents.manifest import Manifest, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import CkptError
-from ckptfmt.run import homes as run_homes
+from ckptfmt.run.elections import RunHomes
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.run.votes import OtherHomes
 from ckptfmt.store import ObjectStore, objects
 from ckptfmt.store.leases import Leases
 from ckptfmt_tools.demo.servers import Server
@@ -62,7 +63,7 @@ COUNT: Final = 3
 PASS, REFUSE, HOLE, CUT, DELAY = "pass", "refuse", "hole", "cut", "delay"
 _AWAY: Final = (REFUSE, HOLE)
 _DELAY_S: Final = 0.25
-#: Rules of `ckptfmt.run.homes` that a negative control takes away.
+#: Rules of several homes that a negative control takes away.
 RULES: Final = ("confirm", "follow", "votes")
 
 #: Exit statuses of a job: a refusal of ckptfmt, a wrong state after a resume, any other error.
@@ -154,20 +155,20 @@ def open_home(url: str, endpoint: str) -> ObjectStore:
 def break_rule(rule: str | None) -> None:
     """Take a rule away in this process."""
     if rule == "confirm":
-        run_homes.OtherHomes.confirm = lambda *_: None  # type: ignore[method-assign]
+        OtherHomes.confirm = lambda *_: None  # type: ignore[method-assign]
     elif rule == "follow":
-        run_homes.OtherHomes.await_copy = lambda *_, **__: None  # type: ignore[method-assign]
+        OtherHomes.await_copy = lambda *_, **__: None  # type: ignore[method-assign]
     elif rule == "votes":
-        whole = run_homes.RunHomes._collect
+        whole = RunHomes._collect
 
-        def collect(self: run_homes.RunHomes, *arguments: Any) -> Any:
+        def collect(self: RunHomes, *arguments: Any) -> Any:
             majority, self._majority = self._majority, 1
             try:
                 return whole(self, *arguments)
             finally:
                 self._majority = majority
 
-        run_homes.RunHomes._collect = collect  # type: ignore[method-assign,assignment]
+        RunHomes._collect = collect  # type: ignore[method-assign,assignment]
 
 
 def work(plan: Plan, told: multiprocessing.connection.Connection) -> None:

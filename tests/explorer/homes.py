@@ -20,9 +20,9 @@ from unittest import mock
 from ckptfmt.documents.manifest import Reference, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.run import homes as run_homes
-from ckptfmt.run import lineage
-from ckptfmt.run.homes import Answers, HomePlace, RunHomes
+from ckptfmt.run import elections, homes, lineage, votes
+from ckptfmt.run.elections import RunHomes
+from ckptfmt.run.homes import _FATAL, Answers, HomePlace, check_member
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.store.memory import MemoryStore
@@ -160,10 +160,10 @@ def ask_in_turn(
         try:
             store = home.open()
             if member_of:
-                run_homes.check_member(store, member_of, home.home_id)
+                check_member(store, member_of, home.home_id)
             answers.values[number] = question(store)
         except CkptError as error:
-            if error.code in run_homes._FATAL:
+            if error.code in _FATAL:
                 raise error.below(home.name) from error
             answers.errors[number] = error
     return answers
@@ -174,9 +174,11 @@ def in_turn() -> Iterator[None]:
     """Let jobs ask in turn and without pauses, with nonces that follow from the schedule."""
     with (
         content.deterministic(),
-        mock.patch.object(run_homes, "ask", ask_in_turn),
-        mock.patch.object(run_homes, "_TRY_PAUSE_S", 0.0),
-        mock.patch.object(run_homes, "secrets", vars(lineage)["secrets"]),
+        mock.patch.object(votes, "ask", ask_in_turn),
+        mock.patch.object(elections, "ask", ask_in_turn),
+        mock.patch.object(elections, "_TRY_PAUSE_S", 0.0),
+        mock.patch.object(elections, "secrets", vars(lineage)["secrets"]),
+        mock.patch.object(homes, "secrets", vars(lineage)["secrets"]),
     ):
         yield
 

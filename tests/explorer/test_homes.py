@@ -1,5 +1,6 @@
 """Three homes and two jobs: no order of their steps makes a fork, loses two saves, or ends the run."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -8,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ckptfmt.run import homes as run_homes
+from ckptfmt.run import elections, votes
 from tests.explorer import homes
 from tests.explorer.homes import CASES, NEW_RUN, HomesScene, Job
 from tests.explorer.schedule import explore, sample
@@ -54,19 +55,28 @@ def _replaced(owner: Any, name: str, by: Any) -> Callable[[], AbstractContextMan
     return lambda: mock.patch.object(owner, name, by)
 
 
+@contextlib.contextmanager
+def _majority_of_one() -> Iterator[None]:
+    with (
+        mock.patch.object(elections, "majority_of", return_value=1),
+        mock.patch.object(votes, "majority_of", return_value=1),
+    ):
+        yield
+
+
 #: Broken protocols, each with a case that convicts it.
 MUTANTS: Final[Mapping[str, tuple[str, Callable[[], AbstractContextManager[Any]]]]] = {
     "commits_not_confirmed": (
         "all_reach_all",
-        _replaced(run_homes.OtherHomes, "confirm", _no_rule),
+        _replaced(votes.OtherHomes, "confirm", _no_rule),
     ),
     "commits_ahead_of_the_copies": (
         "copies_are_late",
-        _replaced(run_homes.OtherHomes, "await_copy", _no_rule),
+        _replaced(votes.OtherHomes, "await_copy", _no_rule),
     ),
     "one_vote_is_enough": (
         "no_majority",
-        _replaced(run_homes, "majority_of", lambda _: 1),
+        _majority_of_one,
     ),
 }
 

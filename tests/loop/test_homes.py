@@ -17,7 +17,8 @@ import ckptfmt
 from ckptfmt.documents.run import RUN_NAME, VOTES, Launch, Vote, launch_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import homes as run_homes
-from ckptfmt.run.homes import HomePlace, OtherHomes, list_vote_numbers
+from ckptfmt.run import votes
+from ckptfmt.run.homes import HomePlace
 from ckptfmt.run.lineage import (
     begin_launch,
     find_head,
@@ -26,6 +27,7 @@ from ckptfmt.run.lineage import (
     read_known_run,
 )
 from ckptfmt.run.mirror import mirror_run, promote
+from ckptfmt.run.votes import OtherHomes, list_vote_numbers
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
@@ -164,7 +166,7 @@ def test_a_home_votes_for_one_launch_of_a_number(homes: Directories) -> None:
     """REQ-RUN-065."""
     train(homes.paths, 4)
     store = homes.stores[0]
-    vote = run_homes.read_vote(store, 1)
+    vote = votes.read_vote(store, 1)
     (launch,) = list_launches(store)
     assert isinstance(launch, Launch)
     ids = homes.ids()
@@ -173,9 +175,9 @@ def test_a_home_votes_for_one_launch_of_a_number(homes: Directories) -> None:
     )
 
     other = dataclasses.replace(vote, nonce="0" * 32)
-    assert run_homes._cast(store, vote) == 0
-    assert run_homes._cast(store, other) == 1
-    assert run_homes.read_vote(store, 1) == vote
+    assert votes.cast(store, vote) == 0
+    assert votes.cast(store, other) == 1
+    assert votes.read_vote(store, 1) == vote
     named = f"{VOTES}/{launch_name(2)}"
     assert code_of(lambda: Vote.parse(vote.dump(), where=named)) == Code.RUN_MISMATCH
 
@@ -292,7 +294,7 @@ def test_the_number_of_a_launch_is_new_at_every_home(homes: Directories) -> None
     ids = tuple(sorted(homes.ids()))
     for number, store in zip((2, 2, 5), homes.stores, strict=True):
         nonce = f"{store.name[-1]:0>32}"
-        run_homes._cast(store, Vote(run_id=run.run_id, launch=number, nonce=nonce, homes=ids))
+        votes.cast(store, Vote(run_id=run.run_id, launch=number, nonce=nonce, homes=ids))
     _, checkpointer = train(homes.paths, 8)
     assert checkpointer.launch is not None
     assert checkpointer.launch.launch == 6
@@ -339,13 +341,13 @@ def test_votes_of_a_minority_overtake_nobody(homes: Directories) -> None:
     run = read_known_run(homes.stores[0])
     others = homes.seen_from_first()
     vote = Vote(run_id=run.run_id, launch=2, nonce="1" * 32, homes=tuple(homes.ids()))
-    run_homes._cast(homes.stores[2], vote)
+    votes.cast(homes.stores[2], vote)
     others.confirm(homes.stores[0], run.run_id, 1)
     # While a home is away, its vote may be the second one.
     cut = HomePlace(Switched(homes.stores[1], "b", {"b"}), "b")
     unsure = homes.seen_from_first(cut, others.homes[1])
     assert code_of(lambda: unsure.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY
-    run_homes._cast(homes.stores[1], vote)
+    votes.cast(homes.stores[1], vote)
     assert code_of(lambda: others.confirm(homes.stores[0], run.run_id, 1)) == Code.FENCED
     away = homes.seen_from_first(cut, cut)
     assert code_of(lambda: away.confirm(homes.stores[0], run.run_id, 1)) == Code.HOMES_AWAY

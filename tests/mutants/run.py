@@ -25,7 +25,18 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import failures, homes, lineage, mirror, node_cache, save_job, scrub, spent_time
+from ckptfmt.run import (
+    elections,
+    failures,
+    homes,
+    lineage,
+    mirror,
+    node_cache,
+    save_job,
+    scrub,
+    spent_time,
+    votes,
+)
 from ckptfmt.run.witness import StepsHeader
 from ckptfmt.saving import peers, uploads
 from ckptfmt.saving.saver import Saver
@@ -213,19 +224,19 @@ MUTANTS = {
     "rewind_of_an_overtaken_launch": Mutant(
         clauses=("REQ-RUN-066",),
         fault="begins a launch by its votes alone, without a look at the launches between",
-        patch=replaced(homes, "check_votes", lambda *_, **__: None),
+        patch=replaced(elections, "check_votes", lambda *_, **__: None),
         tests=("loop/test_homes.py::test_a_rewind_of_an_overtaken_job_is_refused",),
     ),
     "commit_not_confirmed": Mutant(
         clauses=("REQ-RUN-067",),
         fault="reports a commit without a look at the votes of the other homes",
-        patch=replaced(homes.OtherHomes, "confirm", lambda *_, **__: None),
+        patch=replaced(votes.OtherHomes, "confirm", lambda *_, **__: None),
         tests=("loop/test_homes.py::test_votes_of_a_minority_overtake_nobody",),
     ),
     "commit_ahead_of_the_copies": Mutant(
         clauses=("REQ-RUN-068",),
         fault="commits although no other home has the save before",
-        patch=replaced(homes.OtherHomes, "await_copy", lambda *_, **__: None),
+        patch=replaced(votes.OtherHomes, "await_copy", lambda *_, **__: None),
         tests=("loop/test_homes.py::test_no_save_is_two_ahead_of_the_other_homes",),
     ),
     "homes_not_compared": Mutant(
