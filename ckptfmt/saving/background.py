@@ -637,11 +637,15 @@ class Background:
             with contextlib.suppress(CkptError):
                 handle.wait_copied(max(0.0, end_s - time.monotonic()))
         with self._lock:
-            steps = [save.handle.step for save in self._held if self._is_whole(save)]
+            steps = [
+                save.handle.step
+                for save in self._held
+                if save.is_complete and save.handle.state in STATES
+            ]
         return steps[-1] if steps else None
 
     def release_held(self, step: int) -> tuple[SaveHandle, Origin] | None:
-        """Let the saver write the held save of a step, and drop the others.
+        """Let the saver write the held save of a step; `drop_held` drops the others.
 
         Returns: handle and origin of the save; None without such a save.
         """
@@ -650,7 +654,6 @@ class Background:
             if save is None:
                 return None
             self._held.remove(save)
-            self.drop_held()
             save.is_held = False
             save.handle.tell_released()
             save.link.send({"type": "release", "number": save.number})
@@ -687,10 +690,6 @@ class Background:
             for save in going:
                 save.link.send({"type": "drop", "number": save.number})
             return bool(going)
-
-    @staticmethod
-    def _is_whole(save: _Save) -> bool:
-        return save.is_complete and save.handle.state in STATES
 
     def snapshots(self) -> dict[str, tuple[Memory, bool]]:
         """Return the snapshots in slots that no save uses any more, by the name of the attempt.

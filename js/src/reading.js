@@ -49,6 +49,16 @@ export async function readExactly(source, path, begin, end, signal) {
 export async function readSmall(source, path, most, signal) {
   const nbytes = await sizeOf(source, path, signal);
   if (nbytes === null) return null;
+  return readLimited(source, path, nbytes, most, signal);
+}
+
+/**
+ * Read all bytes of a document, unless it is too large.
+ *
+ * @param {Source} source @param {string} path @param {number} nbytes @param {number} most
+ * @param {AbortSignal} [signal]
+ */
+function readLimited(source, path, nbytes, most, signal) {
   if (nbytes > most) {
     refuse(
       "LIMIT_EXCEEDED",
@@ -72,15 +82,7 @@ export async function readNamed(source, path, nbytes, most, signal) {
   if (found !== nbytes) {
     refuse("FILE_NBYTES", "REQ-CKP-003", `the file has ${found} bytes instead of ${nbytes}`, path);
   }
-  if (nbytes > most) {
-    refuse(
-      "LIMIT_EXCEEDED",
-      "REQ-DOC-008",
-      `the document has ${nbytes} bytes, above ${most}`,
-      path,
-    );
-  }
-  return readExactly(source, path, 0, nbytes, signal);
+  return readLimited(source, path, nbytes, most, signal);
 }
 
 /**
