@@ -119,44 +119,37 @@ test-python-%:
 		--editable . --editable ./conformance --editable ./tools --editable '.[cloud,completion]'
 	@.venv-pythons/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(PYTHON_LEAVES_OUT:%=--ignore=%) $(PYTHON_TESTS)
 
-# The frameworks themselves, pinned, in an environment of their own: 2.5 GB beside torch.
+# Packages of others, pinned, in environments of their own: .venv-signing has the reference library of signatures, with
+# Sigstore, and .venv-plugins the frameworks themselves, 2.5 GB beside torch.
 PLUGINS := .venv-plugins
-
-# The reference library of signatures, with Sigstore; CKPTFMT_OMS_CORPUS=DIR adds the library's own bundles, which are
-# in the folder scripts/tests of its repository, sigstore/model-transparency.
 SIGNING := .venv-signing
+NEEDS_signing := '.[cloud,sigstore]' model-signing pyOpenSSL hypothesis pytest pytest-timeout pytest-xdist 'moto[s3]' \
+	flask flask-cors
+NEEDS_plugins := '.[accelerate,jax,lightning,ray,torch-checkpointing,torchdata,transformers]' \
+	flax optax hypothesis pytest pytest-timeout pytest-xdist \
+	datasets webdataset peft trl timm stable-baselines3 diffusers tensorboard mlflow-skinny wandb \
+	'torchft; sys_platform == "linux" and platform_machine == "x86_64"'
+
+.venv-%/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.toml constraints-%.txt
+	@echo "setting up .venv-$*"
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-$*.txt \
+		hatchling editables
+	@.venv-$*/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-$*.txt \
+		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable $(NEEDS_$*)
+	@touch $@
 
 .PHONY: venv-signing
 venv-signing: $(SIGNING)/.stamp  ## make .venv-signing, with the reference library of signatures
 
-$(SIGNING)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.toml constraints-signing.txt
-	@echo "setting up $(SIGNING)"
-	@test -x $(SIGNING)/bin/python || $(PYTHON) -m venv $(SIGNING)
-	@$(SIGNING)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-signing.txt \
-		hatchling editables
-	@$(SIGNING)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-signing.txt \
-		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[cloud,sigstore]' \
-		model-signing pyOpenSSL hypothesis pytest pytest-timeout pytest-xdist 'moto[s3]' flask flask-cors
-	@touch $@
-
+# CKPTFMT_OMS_CORPUS=DIR adds the library's own bundles, which are in the folder scripts/tests of its repository,
+# sigstore/model-transparency.
 .PHONY: test-signing
 test-signing: venv-signing  ## signatures with the reference library, and by identities of Sigstore
 	@$(SIGNING)/bin/python -m pytest -p no:cacheprovider tests/signing/test_reference.py
 
 .PHONY: venv-plugins
 venv-plugins: $(PLUGINS)/.stamp  ## make .venv-plugins, with the frameworks that the plug-ins are tested with
-
-$(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml tools/pyproject.toml constraints.txt constraints-plugins.txt
-	@echo "setting up $(PLUGINS) (the frameworks are the most of it)"
-	@test -x $(PLUGINS)/bin/python || $(PYTHON) -m venv $(PLUGINS)
-	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
-		hatchling editables
-	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
-		--no-build-isolation --editable . --editable ./conformance --editable ./tools --editable '.[accelerate,jax,lightning,ray,torch-checkpointing,torchdata,transformers]' \
-		flax optax hypothesis pytest pytest-timeout pytest-xdist \
-		datasets webdataset peft trl timm stable-baselines3 diffusers tensorboard mlflow-skinny wandb \
-		'torchft; sys_platform == "linux" and platform_machine == "x86_64"'
-	@touch $@
 
 .PHONY: test-plugins
 test-plugins: venv-plugins  ## the plug-ins with the real frameworks, in minutes
@@ -264,5 +257,5 @@ format: venv  ## put the code into the house's format
 
 .PHONY: clean
 clean:  ## remove .venv, the caches of the tools and what builds leave
-	@rm -rf $(VENV) $(PLUGINS) $(SIGNING) .venv-pythons .venv-torch js/node_modules js/types js/view/dist tools/ckptfmt_tools/_view build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(PLUGINS) $(SIGNING) .venv-pythons .venv-torch js/node_modules js/types js/view/dist tools/ckptfmt_tools/_view build dist .fuzz .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
