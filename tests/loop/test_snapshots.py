@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +46,21 @@ def wait_for_end(saver: int) -> None:
             time.sleep(0.02)
 
 
+def count_full(background: Any) -> int:
+    return sum(place.handle is not None for place in background._places)
+
+
+def steps_of_training(checkpointer: Any) -> Iterator[int]:
+    """Yield the steps of a training, each once a slot is free: without a slot, a snapshot is skipped."""
+    for step in checkpointer.steps(STEPS):
+        background = checkpointer._saves._background
+        end_s = time.monotonic() + 60
+        while background is not None and count_full(background) > len(background._held[-1:]):
+            assert time.monotonic() < end_s
+            time.sleep(0.002)
+        yield step
+
+
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("delta", ["off", "auto"])
 def test_a_rewind_goes_back_to_a_step_that_was_never_saved(
@@ -56,7 +72,7 @@ def test_a_rewind_goes_back_to_a_step_that_was_never_saved(
     moments = [4, 17]
     with ckptfmt.Checkpointer(tmp_path, training.state, every=10, saving=saving) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if moments and step == moments[0]:
                 moments.pop(0)
@@ -80,7 +96,7 @@ def test_snapshots_leave_nothing_in_the_run(tmp_path: Path, saver: str) -> None:
         tmp_path, training.state, every=10, saving=saving_of(saver), on_save=events.append
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
     assert sorted(one.name[:13] for one in tmp_path.glob("step-*")) == [
         f"step-{step:08d}" for step in (10, 20, STEPS)
@@ -103,7 +119,7 @@ def test_a_snapshot_goes_through_the_cache_to_home_and_mirror(tmp_path: Path) ->
         copies=[ckptfmt.Cache(tmp_path / "cache"), ckptfmt.Mirror(tmp_path / "mirror")],
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if moments and step == moments[0]:
                 moments.pop(0)
@@ -123,7 +139,7 @@ def test_to_an_older_save_drops_the_snapshot(tmp_path: Path) -> None:
         tmp_path, training.state, every=5, saving=saving_of("process")
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 9 and not checkpointer.rewinds:
                 assert checkpointer.rewind(to=7).step == 5
@@ -189,7 +205,7 @@ def test_the_next_launch_goes_on_from_the_snapshot_of_a_training_that_died(
     ) as checkpointer:
         assert checkpointer.step == 16
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
     assert training.bits() == undisturbed().bits()
 
@@ -260,7 +276,7 @@ def test_an_alarm_keeps_the_snapshot_before_the_suspect_save(tmp_path: Path) -> 
         stop=ckptfmt.Stop(triggers=triggers),
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             loss = training.train(step, next(batches))
             triggers.feed(loss=float("nan") if step == 17 else loss)
     assert sorted(steps_of(tmp_path)) == [10, 17, 18]
@@ -275,7 +291,7 @@ def test_a_snapshot_without_slots_is_no_save(tmp_path: Path) -> None:
         tmp_path, training.state, every=10, saving=saving_of("process")
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 13:
                 training.model.register_buffer("more", torch.ones(1000))
@@ -291,7 +307,7 @@ def test_a_training_that_ends_by_break_was_saved(tmp_path: Path) -> None:
         tmp_path, training.state, every=10, saving=saving_of("process", every=3)
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 8:
                 break
@@ -305,7 +321,7 @@ def test_a_saver_that_dies_with_a_snapshot_ends_no_training(tmp_path: Path) -> N
         tmp_path, training.state, every=10, saving=saving_of("process")
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 11 and not checkpointer.rewinds:
                 checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
@@ -327,7 +343,7 @@ def test_a_rewind_without_a_usable_snapshot_goes_back_to_the_save(tmp_path: Path
         tmp_path, training.state, every=10, saving=saving_of("process")
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 11 and not checkpointer.rewinds:
                 checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
@@ -353,7 +369,7 @@ def test_an_alarm_goes_back_to_the_snapshot_before_it(tmp_path: Path) -> None:
         stop=ckptfmt.Stop(triggers=triggers),
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             came.append(step)
             loss = training.train(step, next(batches))
             triggers.feed(loss=float("nan") if step == 17 and came.count(17) == 1 else loss)
@@ -410,7 +426,7 @@ def test_a_state_that_grows_gets_new_slots(tmp_path: Path, saver: Any) -> None:
         tmp_path, training.state, every=10, saving=saving_of(saver)
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 14:
                 training.model.register_buffer("more", torch.ones(1000))
@@ -433,7 +449,7 @@ def test_the_ledger_counts_the_snapshots_that_were_written_and_the_time_of_all(
         on_save=events.append,
     ) as checkpointer:
         batches = training.batches()
-        for step in checkpointer.steps(STEPS):
+        for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
             if step == 17 and not checkpointer.rewinds:
                 time.sleep(0.5)
