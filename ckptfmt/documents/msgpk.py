@@ -27,14 +27,17 @@ dump_mapless: Final[Callable[[object], bytes]] = msgpack.packb
 # (0: the length counts bytes), and the least length, or the least magnitude of an integer, that
 # has no shorter form.
 _Form = tuple[int, int, int, int, int]
+_UNSIGNED_LEAST: Final = (1 << 7, 1 << 8, 1 << 16, 1 << 32)
+_SIGNED_LEAST: Final = ((1 << 5) + 1, (1 << 7) + 1, (1 << 15) + 1, (1 << 31) + 1)
 _LENGTHS: Final[dict[int, _Form]] = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, -1, 0, 0, 0)),  # nil, false, true
-    **{0xC4 + i: (0, -1, 1 << i, 0, (0, 1 << 8, 1 << 16)[i]) for i in range(3)},  # byte strings
-    **{0xCC + i: (1 << i, -1, 0, 0, (1 << 7, 1 << 8, 1 << 16, 1 << 32)[i]) for i in range(4)},
-    **{0xD0 + i: (1 << i, -1, 0, 0, (33, 129, (1 << 15) + 1, (1 << 31) + 1)[i]) for i in range(4)},
-    **{0xD9 + i: (0, -1, 1 << i, 0, (32, 1 << 8, 1 << 16)[i]) for i in range(3)},  # strings
-    **{0xDC + i: (0, -1, 2 << i, 1, (16, 1 << 16)[i]) for i in range(2)},  # arrays
-    **{0xDE + i: (0, -1, 2 << i, 2, (16, 1 << 16)[i]) for i in range(2)},  # maps
+    # Byte strings, unsigned and signed integers, strings.
+    **{0xC4 + i: (0, -1, 1 << i, 0, least) for i, least in enumerate((0, 1 << 8, 1 << 16))},
+    **{0xCC + i: (1 << i, -1, 0, 0, least) for i, least in enumerate(_UNSIGNED_LEAST)},
+    **{0xD0 + i: (1 << i, -1, 0, 0, least) for i, least in enumerate(_SIGNED_LEAST)},
+    **{0xD9 + i: (0, -1, 1 << i, 0, least) for i, least in enumerate((32, 1 << 8, 1 << 16))},
+    **{0xDC + i: (0, -1, 2 << i, 1, least) for i, least in enumerate((16, 1 << 16))},  # arrays
+    **{0xDE + i: (0, -1, 2 << i, 2, least) for i, least in enumerate((16, 1 << 16))},  # maps
 }
 #: The first bytes of signed integers, whose shortest forms are for negative numbers.
 _SIGNED: Final = frozenset(range(0xD0, 0xD4))
@@ -325,9 +328,10 @@ def count_items(
 
     Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED).
     """
-    return _walk(content, where=where, limit_items=limit_items, limit_containers=limit_containers)[
-        0
-    ]
+    items, _ = _walk(
+        content, where=where, limit_items=limit_items, limit_containers=limit_containers
+    )
+    return items
 
 
 def _walk(
