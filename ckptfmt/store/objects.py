@@ -32,6 +32,7 @@ from ckptfmt.store.protocol import (
     Names,
     RangeReader,
     SizedChunks,
+    call_each,
     check_path,
     check_prefix,
     join_path,
@@ -422,9 +423,8 @@ class ObjectStore(HeldByLeases):
                 return self._named(error, self.name, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             return None
 
-        probes = ThreadPoolExecutor(_PROBE_COUNT, thread_name_prefix="ckptfmt-probe")
-        with self._named_errors(self.name, missing=Code.STORE_IO), probes as threads:
-            found = list(threads.map(create, range(_PROBE_COUNT)))
+        with self._named_errors(self.name, missing=Code.STORE_IO):
+            found = call_each(self, create, range(_PROBE_COUNT), at_once=_PROBE_COUNT)
         if any(error is None or error.code != Code.STORE_NO_ANSWER for error in found):
             with contextlib.suppress(Exception):  # the object is hidden, and expires
                 self._client.delete(key)

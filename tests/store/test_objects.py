@@ -174,6 +174,34 @@ def test_a_server_that_takes_connections_and_never_answers_is_named_soon(monkeyp
     assert requests == [b"PUT /s"] * 8
 
 
+WAITING = """
+import sys, threading
+from ckptfmt.store import objects
+objects._PROBE_TIMEOUT = "600s"
+config = {"endpoint": sys.argv[1], "region": "x", "access_key_id": "a", "secret_access_key": "b"}
+opened = threading.Thread(
+    target=lambda: objects.ObjectStore("s3://silent", writable=True, config=config), daemon=True
+)
+opened.start()
+sys.stdin.readline()
+"""
+
+
+def test_a_process_ends_while_a_server_that_never_answers_is_asked():
+    """A home that is away is opened in a daemon thread, which keeps no process from its end."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        command = [sys.executable, "-c", WAITING, f"http://127.0.0.1:{server.getsockname()[1]}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            server.settimeout(60)
+            connection, _ = server.accept()
+            try:
+                process.communicate(b"end\n", timeout=60)
+            finally:
+                process.kill()
+        connection.close()
+    assert process.returncode == 0
+
+
 def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(bucket, monkeypatch):
     with pytest.raises(CkptError, match=r"STORE_IO.*Create the bucket"):
         open_store("s3://no-such-bucket/x", writable=True)
