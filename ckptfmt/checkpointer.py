@@ -93,9 +93,8 @@ def _find_homes(run: str | os.PathLike[str] | Store, options: Options) -> RunHom
             where="agree=",
             remedy="Use torch.distributed, or pass a function that gathers bytes.",
         )
-    # few runs need the modules
-    from ckptfmt.run.elections import RunHomes  # noqa: PLC0415
-    from ckptfmt.run.homes import HomePlace  # noqa: PLC0415
+    from ckptfmt.run.elections import RunHomes  # noqa: PLC0415 - few runs need the module
+    from ckptfmt.run.homes import HomePlace  # noqa: PLC0415 - the same
 
     homes = [HomePlace.of(place) for place in (run, *options.homes.places)]
     return RunHomes(homes, away_after_s=options.homes.away_after_s)

@@ -311,22 +311,13 @@ def parse_msgpack(
     return value
 
 
-def check_msgpack(
-    content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None
-) -> None:
-    """Check the values of `content` without building objects.
-
-    Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023, REQ-DOC-031.
-    """
-    count_items(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
-
-
 def count_items(
     content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None
 ) -> int:
     """Return the number of values of `content`, checked without building objects.
 
     Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED).
+    Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023, REQ-DOC-031.
     """
     items, _ = _walk(
         content, where=where, limit_items=limit_items, limit_containers=limit_containers

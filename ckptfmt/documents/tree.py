@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, parse_msgpack
+from ckptfmt.documents.msgpk import count_items, dump_mapless, parse_msgpack
 from ckptfmt.documents.packed import pack_items, unpack_items
 from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, FormatError, err
@@ -114,7 +114,7 @@ def dump_tree(value: object, *, where: str | Callable[[], str]) -> bytes:
     # A tree that a reader would reject must not be written. A value takes at least one byte, so
     # short trees need no count. Types and depth are checked above.
     if len(content) > limits.TREE_ITEMS:
-        check_msgpack(content, where=_place(where), limit_items=limits.TREE_ITEMS)
+        count_items(content, where=_place(where), limit_items=limits.TREE_ITEMS)
     if len(content) > limits.TREE_NBYTES:
         raise err(
             Code.LIMIT_EXCEEDED,
@@ -194,7 +194,7 @@ def is_near_limit(content: bytes) -> bool:
     if len(content) <= limits.TREE_ITEMS // 2:  # a value takes at least one byte
         return len(content) > limits.TREE_NBYTES // 2
     try:
-        check_msgpack(content, where="", limit_items=limits.TREE_ITEMS // 2)
+        count_items(content, where="", limit_items=limits.TREE_ITEMS // 2)
     except FormatError:
         return True
     return len(content) > limits.TREE_NBYTES // 2

@@ -28,6 +28,21 @@ T = TypeVar("T")
 #: Pause before a silent home is asked again, in seconds: the first, and the longest.
 _PAUSE_MIN_S: Final = 0.1
 _PAUSE_MAX_S: Final = 5.0
+#: The detail of the error of a missing directory.
+MISSING: Final = "the directory is missing"
+#: The opened stores, by the text of their addresses.
+_OPENED: Final[dict[str, Store]] = {}
+#: The threads with questions, by the home's name, and the largest number of threads for a home.
+_ASKING: Final[dict[str, list[threading.Thread]]] = {}
+_ASKING_LOCK: Final = threading.Lock()
+_ASKING_COUNT: Final = 32
+#: The error of a place that isn't a home of the run.
+STRANGER: Final = err(
+    Code.FILE_MISSING, "it isn't a home of the run; if nothing there is needed, empty it"
+)
+#: Codes of errors despite a majority: the homes aren't homes of the same run, or a newer launch
+#: has begun.
+_FATAL: Final = frozenset({Code.RUN_MISMATCH, Code.HOMES_DIVERGED, Code.ARGUMENT, Code.FENCED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,23 +108,6 @@ class HomePlace:
     def has_address(self) -> bool:
         """Whether any process of this machine can open the home."""
         return isinstance(self.address, bytes | dict)
-
-
-#: The detail of the error of a missing directory.
-MISSING: Final = "the directory is missing"
-#: The opened stores, by the text of their addresses.
-_OPENED: Final[dict[str, Store]] = {}
-#: The threads with questions, by the home's name, and the largest number of threads for a home.
-_ASKING: Final[dict[str, list[threading.Thread]]] = {}
-_ASKING_LOCK: Final = threading.Lock()
-_ASKING_COUNT: Final = 32
-#: The error of a place that isn't a home of the run.
-STRANGER: Final = err(
-    Code.FILE_MISSING, "it isn't a home of the run; if nothing there is needed, empty it"
-)
-#: Codes of errors despite a majority: the homes aren't homes of the same run, or a newer launch
-#: has begun.
-_FATAL: Final = frozenset({Code.RUN_MISMATCH, Code.HOMES_DIVERGED, Code.ARGUMENT, Code.FENCED})
 
 
 #: The queue of answers: the number of a home, and its answer or error.

@@ -323,8 +323,6 @@ def test_a_saver_that_dies_with_a_snapshot_ends_no_training(tmp_path: Path) -> N
         batches = training.batches()
         for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
-            if step == 11 and not checkpointer.rewinds:
-                checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
             if step == 14:
                 held: Any = checkpointer._saves._background._held[-1]  # type: ignore[union-attr]
                 os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
@@ -345,8 +343,6 @@ def test_a_rewind_without_a_usable_snapshot_goes_back_to_the_save(tmp_path: Path
         batches = training.batches()
         for step in steps_of_training(checkpointer):
             training.train(step, next(batches))
-            if step == 11 and not checkpointer.rewinds:
-                checkpointer._handle.wait_over(60)  # type: ignore[union-attr]
             if step == 15 and not checkpointer.rewinds:
                 held: Any = checkpointer._saves._background._held[-1]  # type: ignore[union-attr]
                 os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
