@@ -1152,10 +1152,6 @@ class Checkpointer:
         if self._is_closed:
             remedy = "Create a Checkpointer, and call restore(), as the replacement does."
             raise err(Code.ARGUMENT, "the checkpointer is closed", where="regroup()", remedy=remedy)
-        if self._homes is not None:
-            remedy = "End all processes, and start all of them again."
-            detail = "a run with several homes can't be joined by a replacement"
-            raise err(Code.ARGUMENT, detail, where="regroup()", remedy=remedy)
         if job is None and isinstance(self._job.agree, str):
             remedy = "Give regroup(job=Job(writer=..., agree=NEW_TOKEN))."
             detail = "agree= is a token, which the lost process knew"
@@ -1345,7 +1341,7 @@ class Checkpointer:
         if self._group.writer == 0:
             program_origin()  # before the checkout changes during the training
         if self._homes is not None:
-            self._enter_home(self._homes)
+            self._enter_home(self._homes, goes_on=survivor is not None)
         cache = self._cache
         nodes = None
         if cache is not None and cache.peers:
@@ -1372,14 +1368,21 @@ class Checkpointer:
             self._saves.begin_replicas(taken.launch, nodes)
         return taken
 
-    def _enter_home(self, homes: RunHomes) -> None:
-        """Choose the home at which this launch begins, with the votes of a majority."""
+    def _enter_home(self, homes: RunHomes, *, goes_on: bool) -> None:
+        """Choose the home at which this launch begins, with the votes of a majority.
+
+        Args:
+            goes_on: whether this process goes on from an earlier launch; others may join it.
+        """
+        told = self._group.all_gather([goes_on, self._newest_launch])
+        is_joined = any(theirs[0] for theirs in told)
         entry = self._group.run_on_first(
             lambda: dataclasses.asdict(
                 homes.enter(
-                    resume=self._resume,
+                    resume="auto" if is_joined else self._resume,
                     writer_features=(LABELS, *self._writer_features),
                     wait_s=self._deadline_s / 2,
+                    after=max(theirs[1] for theirs in told) if is_joined else None,
                 )
             )
         )

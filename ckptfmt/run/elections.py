@@ -48,6 +48,7 @@ from ckptfmt.run.lineage import (
     RunEntry,
     check_records,
     check_writer_features,
+    fenced,
     iter_lineage,
     list_checkpoints,
     list_launches,
@@ -181,7 +182,14 @@ class RunHomes:
             own=tuple(self._own),
         )
 
-    def enter(self, *, resume: str, writer_features: Sequence[str], wait_s: float) -> ChosenHome:
+    def enter(
+        self,
+        *,
+        resume: str,
+        writer_features: Sequence[str],
+        wait_s: float,
+        after: int | None = None,
+    ) -> ChosenHome:
         """Get the votes for the next launch, and choose the home at which the launch begins.
 
         The home has the checkpoint from which the launch resumes. `elect` then returns the votes.
@@ -190,15 +198,18 @@ class RunHomes:
             resume: see `Checkpointer`.
             writer_features: writer features of a new run.
             wait_s: longest wait for the saves of living savers, in seconds.
+            after: number of the launch whose processes go on, and which must still own the run;
+                None for a start.
 
         Raises: StoreError(HOMES_AWAY, HOME_BEHIND); CommitError(HOMES_DIVERGED);
-            IntegrityError(NOT_COMMITTED) without the checkpoint of `resume`. Spec: REQ-RUN-066,
-            REQ-RUN-069, REQ-RUN-070.
+            IntegrityError(NOT_COMMITTED) without the checkpoint of `resume`; FencedError(FENCED).
+            Spec: REQ-RUN-066, REQ-RUN-069, REQ-RUN-070.
         """
         for _ in range(_TRIES):
             views, errors = self._look_at_all(writer_features)
             members, joining = self._find_members(views, errors)
             run_id = self._check_runs(members)
+            _check_owned(members.values(), after)
             reports = self._tell_away(views, errors, members, joining)
             check_wanted(members, self.homes, resume)
             reports += self._wait_for_savers(members, wait_s)
@@ -568,6 +579,17 @@ class RunHomes:
             else:
                 create_once(home, path, content=content)
             home.sync(LAUNCHES)
+
+
+def _check_owned(views: Iterable[_View], launch: int | None) -> None:
+    """Refuse to go on from a launch that isn't the newest, before a vote ends the newest one.
+
+    Raises: FencedError(FENCED). Spec: REQ-RUN-004.
+    """
+    begun = (one.launch for view in views for one in view.launches)
+    newest = max(begun, default=0)
+    if launch is not None and newest > launch:
+        raise fenced(newest, launch)
 
 
 def _unite(

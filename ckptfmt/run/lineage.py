@@ -525,12 +525,17 @@ def check_not_fenced(store: Store, launch: int) -> None:
     """Raise if a newer launch owns the run. Raises: FencedError(FENCED). Spec: REQ-RUN-004."""
     newest = max(list_launch_numbers(store), default=launch)
     if newest > launch:
-        raise err(
-            Code.FENCED,
-            f"launch {newest} has taken over from launch {launch}",
-            where=f"{LAUNCHES}/{launch_name(newest)}",
-            requirement="REQ-RUN-004",
-        )
+        raise fenced(newest, launch)
+
+
+def fenced(newest: int, launch: int) -> CkptError:
+    """Return the error FENCED for a launch after which a newer one has begun."""
+    return err(
+        Code.FENCED,
+        f"launch {newest} has taken over from launch {launch}",
+        where=f"{LAUNCHES}/{launch_name(newest)}",
+        requirement="REQ-RUN-004",
+    )
 
 
 def begin_launch(

@@ -961,6 +961,14 @@ class Background:
             and (isinstance(handle.error, StoreError) or handle.error.code in _PASSING)
         )
 
+    def use_home(self, store: Store) -> None:
+        """Save in the run at another store, by another saver. No save is in progress."""
+        self._settle()
+        self._drop(err(Code.SAVER_LOST, "the run goes on at another home", where=self._name))
+        self._store = store
+        self._name = store.name
+        self._address = address_of(store)
+
     def replicate_by(self, on_written: Callable[[SaveState, Callable[[str], None]], None]) -> None:
         """Call another function with the values of WRITTEN saves, as the argument `on_written`."""
         self._on_written = on_written

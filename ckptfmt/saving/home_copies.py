@@ -63,6 +63,11 @@ class HomeCopies:
         """Copy the checkpoints at the end of a save; a failed save may be committed, too."""
         handle.call_at_end(self.start)
 
+    def stop(self) -> None:
+        """Begin no further copy, and end the copies in progress soon."""
+        for copy in self._copies:
+            copy.stop()
+
     def close(self, deadline_s: float) -> None:
         """Wait until a majority of the homes has all commits, at most until the deadline.
 

@@ -94,7 +94,7 @@ class Mirrors:
             return self._is_overtaken
 
     def use_home(self, home: Store) -> None:
-        """Copy from another home of the run, before the first copy."""
+        """Copy from another home of the run from now on."""
         self._home = home
         self._are_homes = True
 
@@ -135,9 +135,13 @@ class Mirrors:
                 "MIRROR_BEHIND: the last checkpoints weren't copied by the deadline; `mirror`"
                 " copies them"
             )
-            self._stop.set()
-            self._wake.set()
+            self.stop()
             thread.join(_STOP_S)
+
+    def stop(self) -> None:
+        """Begin no further copy, and end a copy in progress soon."""
+        self._stop.set()
+        self._wake.set()
 
     def _join(self, end_s: float) -> None:
         thread = self._thread

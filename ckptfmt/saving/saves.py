@@ -468,12 +468,18 @@ class Saves:
         add_report(self.reports, sentence)
 
     def use_home(self, store: Store, others: OtherHomes) -> None:
-        """Save at a home of a run with several homes, chosen before the first save.
+        """Save at a home of a run with several homes. No save is in progress.
 
         Args:
             store: store rooted at the run, at this home.
             others: the other homes.
         """
+        if store is not self._store:
+            if self._background is not None:
+                self._background.use_home(store)
+            if self._home_copies is not None:
+                self._home_copies.stop()
+                self._home_copies = None
         self._store = store
         self._others = others
         if self._mirrors is not None:

@@ -39,6 +39,9 @@ WAIT_S = 15.0
 PHASES = ("step", "save", "copy", "commit")
 #: A place where a process dies while the others regroup.
 IN_REGROUP = "load"
+#: The further homes of a run, and the time after which a silent home is away, in seconds.
+MORE_HOMES = ("second", "third")
+AWAY_S = 1.0
 
 
 class Told(NamedTuple):
@@ -54,6 +57,8 @@ class Told(NamedTuple):
             stay in the caches.
         draws: whether survivors draw a random number too many, which the test must notice.
         damages: whether the memory of a survivor is damaged before the first regroup.
+        homes: whether the run has two more homes.
+        away: whether the first home goes away with the first death, and comes back at the end.
     """
 
     place: str
@@ -66,6 +71,8 @@ class Told(NamedTuple):
     peers: bool = False
     draws: bool = False
     damages: bool = False
+    homes: bool = False
+    away: bool = False
 
 
 def train(variables: dict[str, str], told: Told) -> None:
@@ -97,10 +104,12 @@ class _Training:
         state = ckptfmt.State(
             weights=self.net, optimizer=self.optimizer, data=self.sampler, config={}
         )
-        copies = [ckptfmt.Cache(place / "cache")] if told.cache else []
+        copies: list[Any] = [ckptfmt.Cache(place / "cache")] if told.cache else []
         if told.peers:
             cache = place / f"cache-{told.rank}"
             copies = [ckptfmt.Cache(cache, peers=1, node=str(told.rank), upload_every=100)]
+        if told.homes:
+            copies = [ckptfmt.Homes([place / name for name in MORE_HOMES], away_after_s=AWAY_S)]
         with contextlib.ExitStack() as stack:
             self._count_reads(stack, place / "run")
             try:
@@ -147,7 +156,8 @@ class _Training:
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
             loss = model(self.inputs[next(batches)]).square().mean()
-            if self.told.damages and ("step", step) in self.told.deaths:
+            needs_commit = self.told.damages or self.told.away
+            if needs_commit and ("step", step) in self.told.deaths:
                 self._wait_for_commit((step - 1) // EVERY * EVERY)
             self._die("step", step)
             loss.backward()
@@ -192,6 +202,8 @@ class _Training:
     def _die(self, phase: str, step: int) -> None:
         if (phase, step) in self.told.deaths:
             self._note(kind="death", phase=phase, step=step)
+            if self.told.away:
+                Path(self.told.place, "run").rename(Path(self.told.place, "away"))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _hear(self, event: ckptfmt.SaveEvent) -> None:
@@ -200,7 +212,10 @@ class _Training:
             self._die("commit", event.step)
 
     def _wait_for_commit(self, step: int) -> None:
-        """Wait until the run has the save of a step: the others read the run if memory is damaged."""
+        """Wait until the run has the save of a step, which the others read from the run.
+
+        With three homes, another home then has the save before.
+        """
         end_s = time.monotonic() + WAIT_S
         while step not in self.committed:
             assert time.monotonic() < end_s, f"the save of step {step} isn't committed"

@@ -565,6 +565,65 @@ def test_a_rewind_of_an_overtaken_job_is_refused(homes: Directories) -> None:
     assert training.bits() == undisturbed().bits()
 
 
+def test_a_regroup_ends_no_newer_launch(homes: Directories) -> None:
+    """REQ-RUN-004: the survivors of an old launch go on without a vote against the newest one."""
+    training = Training()
+    old = checkpointer_of(homes.of_job(set()), training, every=3)
+    batches = training.batches()
+    for step in old.steps(7):
+        training.train(step, next(batches))
+    newer = Training()
+    with checkpointer_of(homes.of_job({"a"}), newer) as checkpointer:
+        batches = newer.batches()
+        for step in checkpointer.steps(STEPS):
+            newer.train(step, next(batches))
+            if step == 9:
+                assert code_of(old.regroup) == Code.FENCED
+    assert newer.bits() == undisturbed().bits()
+    assert list_vote_numbers(homes.stores[1]) == [1, 2]
+    with contextlib.suppress(CkptError):
+        old.close()
+
+
+@pytest.mark.parametrize("delta", ["off", "auto"])
+def test_a_regroup_goes_on_at_another_home_and_at_the_first_again(
+    homes: Directories, delta: Any
+) -> None:
+    off: set[str] = set()
+
+    def has_all(step: int) -> bool:
+        names = [name for name in NAMES if name not in off]
+        runs = [ckptfmt.Run(homes.paths[NAMES.index(name)]) for name in names]
+        return all(any(one.step == step and one.digest for one in run.list()) for run in runs)
+
+    training = Training()
+    saving = ckptfmt.Saving(saver="thread", delta=delta)
+    places = homes.of_job(off)
+    with checkpointer_of(places, training, every=3, saving=saving) as checkpointer:
+        # The second home has all saves while the first is away, and until it has caught up.
+        for last_step, away, name in ((3, "", "a"), (9, "a", "b"), (15, "", "b"), (15, "", "a")):
+            batches = training.batches()
+            for step in checkpointer.steps(STEPS):
+                if step > last_step:
+                    break
+                training.train(step, next(batches))
+            wait_until(lambda: has_all(last_step))  # noqa: B023
+            off.clear()
+            off.update(away)
+            checkpointer.regroup()
+            assert checkpointer.step == last_step
+            assert repr(str(homes.paths[NAMES.index(name)])) in repr(checkpointer)
+            wait_until(lambda: has_all(last_step))  # noqa: B023
+        batches = training.batches()
+        for step in checkpointer.steps(STEPS):
+            training.train(step, next(batches))
+    assert training.bits() == undisturbed().bits()
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.launch == 5
+    assert len(set(homes.heads())) == 1
+    assert list_vote_numbers(homes.stores[1]) == [1, 2, 3, 4, 5]
+
+
 def test_a_failed_answer_stops_no_later_save(homes: Directories) -> None:
     """A commit without a confirmation is copied, and the next save waits for the copy."""
     off: set[str] = set()
@@ -659,10 +718,6 @@ def test_what_homes_cannot_be_combined_with(tmp_path: Path) -> None:
     assert code_of(lambda: make(homes, job=token)) == Code.ARGUMENT
     same = ckptfmt.Homes([tmp_path / "a", tmp_path / "c"], away_after_s=1.0)
     assert code_of(lambda: make(same).choose()) == Code.ARGUMENT
-    checkpointer = make(homes)
-    checkpointer.choose()
-    with contextlib.closing(checkpointer):
-        assert code_of(checkpointer.regroup) == Code.ARGUMENT
 
 
 def test_stores_in_memory_are_homes_too() -> None:

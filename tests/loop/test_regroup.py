@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+import ckptfmt
 from tests.forks import fork
-from tests.loop.death_training import IN_REGROUP, PHASES, STEPS, Told, train
+from tests.loop.death_training import IN_REGROUP, MORE_HOMES, PHASES, STEPS, Told, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -207,3 +208,35 @@ def test_replicas_on_other_nodes_go_on(tmp_path: Path, right: dict[int, Path], r
         assert all(row["home_nbytes"] == 0 for row in read(ours, number) if row["kind"] == "load")
     lines = [line for line in read_output(ours).splitlines() if "(durability peers)" in line]
     assert any(line.endswith("l0002") for line in lines)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["step", "save"])
+def test_a_run_with_three_homes(
+    tmp_path: Path, right: dict[int, Path], phase: str, rank: int
+) -> None:
+    """The launch of the survivors and the replacement has votes of its own, at the same home."""
+    ours = play(tmp_path / "run", 2, [(rank, ((phase, 7 if phase == "step" else 6),))], homes=True)
+    assert differences(right[2], ours, 2) == []
+    heads = [ckptfmt.Run(ours / name).newest() for name in ("run", *MORE_HOMES)]
+    assert {(head.step, head.launch) for head in heads} == {(STEPS, 2)}
+    assert len({head.digest for head in heads}) == 1
+    survivor = [row for row in read(ours, 1 - rank) if row["kind"] == "load"][-1]
+    assert survivor["memory_nbytes"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_home_goes_away_with_a_process(
+    tmp_path: Path, right: dict[int, Path], rank: int
+) -> None:
+    """The survivors go on at another home, by their memory if the newest save is there."""
+    ours = play(tmp_path / "run", 2, [(rank, (("step", 10),))], homes=True, away=True)
+    assert differences(right[2], ours, 2) == []
+    assert not (ours / "run").exists()
+    heads = [ckptfmt.Run(ours / name).newest() for name in MORE_HOMES]
+    assert {(head.step, head.launch) for head in heads} == {(STEPS, 2)}
+    assert len({head.digest for head in heads}) == 1
+    survivor = [row for row in read(ours, 1 - rank) if row["kind"] == "load"][-1]
+    assert survivor["step"] in (6, 9)
+    lost = [row for row in read(ours, 1 - rank) if row["kind"] == "lost"]
+    assert len(lost) == 1
