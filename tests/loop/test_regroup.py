@@ -226,9 +226,7 @@ def test_a_run_with_three_homes(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_home_goes_away_with_a_process(
-    tmp_path: Path, right: dict[int, Path], rank: int
-) -> None:
+def test_a_home_goes_away_with_a_process(tmp_path: Path, right: dict[int, Path], rank: int) -> None:
     """The survivors go on at another home, by their memory if the newest save is there."""
     ours = play(tmp_path / "run", 2, [(rank, (("step", 10),))], homes=True, away=True)
     assert differences(right[2], ours, 2) == []
