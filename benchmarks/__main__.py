@@ -49,6 +49,13 @@ def measure_healer(*arguments: Any, **options: Any) -> Outcome:
     return measure(*arguments, **options)
 
 
+def measure_failures(*arguments: Any, **options: Any) -> Outcome:
+    """Call `benchmarks.failures.measure_failures`, whose import needs the packages of the tests."""
+    from benchmarks.failures import measure_failures as measure  # noqa: PLC0415
+
+    return measure(*arguments, **options)
+
+
 def measure_signing(*arguments: Any, **options: Any) -> Outcome:
     """Call `benchmarks.signing.measure_signing`, whose import needs the packages of the tests."""
     from benchmarks.signing import measure_signing as measure  # noqa: PLC0415
@@ -77,6 +84,7 @@ PLAN = "plan"
 DELTA = "delta"
 MANY = "tensors"
 LIVE = "goodput"
+FAILURES = "failures"
 WITNESS = "witness"
 ROLLOUTS = "rollouts"
 HEALER = "healer"
@@ -90,7 +98,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "command",
-        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, WITNESS, ROLLOUTS, HEALER, SCALE],
+        choices=[*MEASURE, PLAN, DELTA, MANY, LIVE, FAILURES, WITNESS, ROLLOUTS, HEALER, SCALE],
         help="what to measure",
     )
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
@@ -123,7 +131,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="witness: how many at most (%(default)s)",
     )
     parser.add_argument(
-        "--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)"
+        "--minutes",
+        type=_count,
+        default=MINUTES,
+        help="goodput, failures: how long it runs (%(default)s)",
     )
     parser.add_argument(
         "--snapshot-every", type=_count, help="goodput: steps between snapshots in memory (none)"
@@ -211,6 +222,7 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
             functools.partial(measure_goodput, snapshot_every=options.snapshot_every),
             options.minutes,
         ),
+        FAILURES: (measure_failures, options.minutes),
         MANY: (measure_tensors, options.most),
         WITNESS: (measure_witness, options.parameters),
         ROLLOUTS: (measure_rollouts, options.rows),
@@ -239,6 +251,7 @@ def _repeat(options: argparse.Namespace) -> str:
         PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
         MANY: f"--most {options.most}",
         LIVE: f"--minutes {options.minutes}{snapshots}",
+        FAILURES: f"--minutes {options.minutes}",
         WITNESS: f"--parameters {options.parameters}",
         ROLLOUTS: f"--rows {options.rows}",
         SCALE: f"--writers {options.writers} --states {' '.join(options.states)}",

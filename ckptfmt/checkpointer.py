@@ -21,7 +21,7 @@ from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import LABELS, REFERENCED
-from ckptfmt.group import Group, attempt, make_group
+from ckptfmt.group import Group, attempt, make_group, never
 from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
 from ckptfmt.loading.load_report import LoadReport, claim_of_all
@@ -288,7 +288,12 @@ class Checkpointer:
 
     def _make_group(self, job: Job, stop_end_s: Callable[[], float]) -> Group:
         return make_group(
-            job.writer, job.agree, self._store, deadline_s=job.deadline_s, stop_end_s=stop_end_s
+            job.writer,
+            job.agree,
+            self._store,
+            deadline_s=job.deadline_s,
+            stop_end_s=stop_end_s,
+            is_lost=job.lost or never,
         )
 
     def _begin_healing(self, options: Options) -> Healing | None:
@@ -1131,7 +1136,9 @@ class Checkpointer:
 
         The call may be outside of the loop over `steps`, whose next call goes on from the save, or
         within the body of a step, as a call of `rewind`. Make iterators anew directly after the
-        call. After an error of `restore` or of this method, such as the loss of another process,
+        call. With `Job.lost`, a wait for a lost process ends before the deadline.
+
+        After an error of `restore` or of this method, such as the loss of another process,
         the processes may call this method with the next group. Until then, no step ends, and no
         save is possible.
 

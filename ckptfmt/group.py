@@ -224,6 +224,11 @@ def check_deadline(deadline_s: float) -> None:
         )
 
 
+def never() -> bool:
+    """Return that no process is lost, as far as known."""
+    return False
+
+
 def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     """Return number and count of this worker.
 
@@ -260,6 +265,7 @@ def make_group(
     *,
     deadline_s: float,
     stop_end_s: Callable[[], float] = lambda: math.inf,
+    is_lost: Callable[[], bool] = never,
 ) -> Group:
     """Return the group of this job's writers.
 
@@ -270,6 +276,7 @@ def make_group(
         deadline_s: time to wait for the other writers, in seconds.
         stop_end_s: returns the latest end of the wait, on the monotonic clock, after a signal asked
             this process to stop; infinity without a signal. Used with torch.distributed only.
+        is_lost: returns whether a process is lost, so that a wait ends. Not used with a function.
 
     Raises: StateError(WRITERS_UNKNOWN, ARGUMENT).
     """
@@ -279,14 +286,24 @@ def make_group(
     if callable(agree):
         return Group(number, count, agree)
     if isinstance(agree, str) and store is not None:
-        return Group(number, count, _StoreExchange(store, agree, number, count, deadline_s))
+        files = _StoreExchange(store, agree, number, count, deadline_s=deadline_s, is_lost=is_lost)
+        return Group(number, count, files)
     distributed = _find_distributed()
     if distributed is not None and (distributed.get_rank(), distributed.get_world_size()) == (
         number,
         count,
     ):
         return Group(
-            number, count, _TorchExchange(distributed, number, count, deadline_s, stop_end_s)
+            number,
+            count,
+            _TorchExchange(
+                distributed,
+                number,
+                count,
+                deadline_s=deadline_s,
+                stop_end_s=stop_end_s,
+                is_lost=is_lost,
+            ),
         )
     raise err(
         Code.WRITERS_UNKNOWN,
@@ -319,15 +336,22 @@ class _TorchExchange:
         distributed: Any,
         writer: int,
         writer_count: int,
+        *,
         deadline_s: float,
         stop_end_s: Callable[[], float] = lambda: math.inf,
+        is_lost: Callable[[], bool] = never,
     ) -> None:
         default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+        if is_lost is not never and hasattr(default_store, "clone"):
+            # A client of the store answers one request at a time. An exchange that this process
+            # has left mustn't keep the program's client from the next group.
+            default_store = default_store.clone()
         self._store = distributed.PrefixStore("ckptfmt", default_store)
         self._writer = writer
         self._writer_count = writer_count
         self._deadline = dt.timedelta(seconds=deadline_s)
         self._stop_end_s = stop_end_s
+        self._is_lost = is_lost
 
     def __call__(self, value: bytes) -> list[bytes]:
         outcomes: list[tuple[tuple[list[str], list[bytes]] | None, Exception | None]] = []
@@ -348,6 +372,8 @@ class _TorchExchange:
         end_s = least_s + self._deadline.total_seconds()
         while thread.is_alive() and time.monotonic() < min(end_s, max(least_s, self._stop_end_s())):
             thread.join(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
+            if thread.is_alive() and self._is_lost():
+                raise _lost()
         if not outcomes:
             detail = (
                 "torch.distributed's store, on process 0, didn't answer for"
@@ -415,7 +441,14 @@ class _StoreExchange:
     """All-gather through files, for writers with a common store and token, new at each start."""
 
     def __init__(
-        self, store: Store, token: str, writer: int, writer_count: int, deadline_s: float
+        self,
+        store: Store,
+        token: str,
+        writer: int,
+        writer_count: int,
+        *,
+        deadline_s: float,
+        is_lost: Callable[[], bool],
     ) -> None:
         if not _TOKEN.fullmatch(token):
             raise err(
@@ -428,6 +461,7 @@ class _StoreExchange:
         self._writer = writer
         self._writer_count = writer_count
         self._deadline_s = deadline_s
+        self._is_lost = is_lost
         self._number = 0
 
     def __call__(self, value: bytes) -> list[bytes]:
@@ -453,5 +487,13 @@ class _StoreExchange:
             except CkptError as error:
                 if error.code != Code.FILE_MISSING:
                     raise
+            if self._is_lost():
+                raise _lost()
         detail = f"writer {writer} didn't come within {self._deadline_s:g} s"
         raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
+
+
+def _lost() -> CkptError:
+    """Return the error for a wait for processes of which one is lost."""
+    detail = "a process of the job is lost, as Job(lost=) says"
+    return err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")

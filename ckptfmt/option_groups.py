@@ -167,9 +167,13 @@ class Job:
             store of torch.distributed. See `ckptfmt.save`.
         deadline_s: longest wait for the other processes, for a free slot, and for the saves at the
             end, in seconds; by default 600.
+        lost: returns whether a process of the job is lost, as the program's own rendezvous knows;
+            by default None. The function is called a few times a second while this process waits
+            for the others, and ends the wait with WRITERS_MISSING. See `Checkpointer.regroup`. A
+            function in `agree` waits by itself.
 
-    Raises: StateError(ARGUMENT) for a deadline of 0 or less. `Checkpointer` checks `writer` and
-        `agree`.
+    Raises: StateError(ARGUMENT) for a deadline of 0 or less, and unless `lost` is a function.
+        `Checkpointer` checks `writer` and `agree`.
 
     >>> Job(writer=(0, 1)).deadline_s
     600.0
@@ -178,9 +182,17 @@ class Job:
     writer: tuple[int, int] | None = None
     agree: Agree = None
     deadline_s: float = DEADLINE_S
+    lost: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
+        if self.lost is not None and not callable(self.lost):
+            raise err(
+                Code.ARGUMENT,
+                f"lost={self.lost!r} isn't a function",
+                where="Job(lost)",
+                remedy="Pass a function without arguments that returns whether a process is lost.",
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

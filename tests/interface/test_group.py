@@ -116,6 +116,20 @@ def test_writer_that_never_comes_is_named_at_the_deadline() -> None:
     assert caught.value.code == Code.WRITERS_MISSING
 
 
+def test_a_wait_ends_once_a_process_is_known_to_be_lost() -> None:
+    asked: list[bool] = []
+
+    def is_lost() -> bool:
+        asked.append(True)
+        return len(asked) > 2
+
+    group = make_group((0, 2), "start-1", MemoryStore(), deadline_s=600, is_lost=is_lost)
+    with pytest.raises(CkptError, match="lost") as caught:
+        group.all_gather(0)
+    assert caught.value.code == Code.WRITERS_MISSING
+    assert len(asked) == 3
+
+
 def test_refusal_of_one_writer_reaches_all() -> None:
     """REQ-CMT-001."""
     allgather = Allgather(3)
@@ -196,10 +210,10 @@ def test_a_store_whose_host_is_gone_without_a_word_is_not_waited_for(
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
         PrefixStore=dist.PrefixStore,
     )
-    assert _TorchExchange(torch, 0, 1, 60.0)(b"first") == [b"first"]
+    assert _TorchExchange(torch, 0, 1, deadline_s=60.0)(b"first") == [b"first"]
     is_silent.set()
     with mock.patch.object(group_module, "_ANSWER_S", 0.1), pytest.raises(CkptError) as caught:
-        _TorchExchange(torch, 0, 1, 0.1)(b"second")
+        _TorchExchange(torch, 0, 1, deadline_s=0.1)(b"second")
     assert (caught.value.code, "process 0" in str(caught.value)) == (Code.WRITERS_MISSING, True)
 
 
@@ -216,7 +230,10 @@ def test_process_that_holds_the_store_leaves_when_the_others_have_read() -> None
         default = SimpleNamespace(_get_default_store=lambda: store)
         kind = (dist.PrefixStore, SlowStore)[writer]
         return _TorchExchange(
-            SimpleNamespace(distributed_c10d=default, PrefixStore=kind), writer, 2, 20.0
+            SimpleNamespace(distributed_c10d=default, PrefixStore=kind),
+            writer,
+            2,
+            deadline_s=20.0,
         )
 
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -243,7 +260,7 @@ def test_process_that_a_signal_asks_to_stop_waits_no_longer_for_one_that_was_kil
     signals = StopSignals([signal.SIGUSR1], deadline_s=0.1)
     signals.install()
     try:
-        exchange = _TorchExchange(torch, 0, 2, 20.0, signals.end_s)
+        exchange = _TorchExchange(torch, 0, 2, deadline_s=20.0, stop_end_s=signals.end_s)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         by_the_deadline = pytest.raises(CkptError, match="by the deadline of a signal")
         with mock.patch.object(group_module, "_ANSWER_S", 0.1), by_the_deadline as caught:
@@ -268,4 +285,7 @@ def test_signal_that_came_long_before_an_exchange_does_not_end_it() -> None:
     others.set("0/1", "aGVyZQ==")  # the other process's value, in base64
     others.set("0/1/read", "")
     long_ago_s = time.monotonic() - 60.0
-    assert _TorchExchange(torch, 0, 2, 20.0, lambda: long_ago_s)(b"here") == [b"here", b"here"]
+    assert _TorchExchange(torch, 0, 2, deadline_s=20.0, stop_end_s=lambda: long_ago_s)(b"here") == [
+        b"here",
+        b"here",
+    ]

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 import ckptfmt
+from ckptfmt.group import Group
 from ckptfmt.loading.restore import load_once
 from ckptfmt.saving.saves import Saves
 from ckptfmt.store.local import LocalStore
@@ -39,6 +40,8 @@ WAIT_S = 15.0
 PHASES = ("step", "save", "copy", "commit")
 #: A place where a process dies while the others regroup.
 IN_REGROUP = "load"
+#: The place before an exchange of small values in a step: the others wait in the exchange.
+IN_EXCHANGE = "exchange"
 #: The further homes of a run, and the time after which a silent home is away, in seconds.
 MORE_HOMES = ("second", "third")
 AWAY_S = 1.0
@@ -88,6 +91,7 @@ class _Training:
         make: Any = dist.TCPStore  # type: ignore[attr-defined]
         self.store = make("127.0.0.1", told.port, is_master=False)
         self.read_nbytes = 0
+        self.step = -1
         self.committed: set[int] = set()
         self.begun_s = time.time()
         torch.manual_seed(7)
@@ -120,7 +124,7 @@ class _Training:
             stack.enter_context(self._dying())
             checkpointer = ckptfmt.Checkpointer(
                 place / "run", state, every=EVERY, copies=copies,
-                job=ckptfmt.Job(deadline_s=WAIT_S), on_save=self._hear,
+                job=ckptfmt.Job(deadline_s=WAIT_S, lost=self._is_lost), on_save=self._hear,
             )  # fmt: skip
             is_first = True
             while True:
@@ -153,6 +157,7 @@ class _Training:
     def _loop(self, checkpointer: ckptfmt.Checkpointer, model: nn.Module) -> None:
         batches = iter(self.sampler)
         for step in checkpointer.steps(STEPS):
+            self.step = step
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
             loss = model(self.inputs[next(batches)]).square().mean()
@@ -197,6 +202,9 @@ class _Training:
             time.sleep(0.02)
         raise SystemExit("no process takes the place of the lost one")
 
+    def _is_lost(self) -> bool:
+        return int(self.store.get("newest")) > self.generation
+
     # --- deaths -----------------------------------------------------------------------------------
 
     def _die(self, phase: str, step: int) -> None:
@@ -238,7 +246,14 @@ class _Training:
 
         from ckptfmt import checkpointer  # noqa: PLC0415
 
+        gather = Group.all_gather
+
+        def all_gather(group: Group, value: object) -> list[Any]:
+            self._die(IN_EXCHANGE, self.step)
+            return gather(group, value)
+
         with (
+            mock.patch.object(Group, "all_gather", all_gather),
             mock.patch.object(Saves, "_write", dying("save", Saves._write, EVERY)),
             mock.patch.object(Staging, "run", dying("copy", Staging.run, EVERY)),
             mock.patch.object(checkpointer, "load_once", dying("load", load_once, EVERY)),

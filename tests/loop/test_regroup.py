@@ -15,7 +15,15 @@ import pytest
 
 import ckptfmt
 from tests.forks import fork
-from tests.loop.death_training import IN_REGROUP, MORE_HOMES, PHASES, STEPS, Told, train
+from tests.loop.death_training import (
+    IN_EXCHANGE,
+    IN_REGROUP,
+    MORE_HOMES,
+    PHASES,
+    STEPS,
+    Told,
+    train,
+)
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -136,6 +144,17 @@ def test_survivors_go_on_bit_for_bit(
         # A death after the commit of step 6 leaves no step to repeat, if the others were as far.
         assert ending(rows)["evidence"] in ("verified", "expected")
         assert (ending(rows)["rewinds"] == 1) is (number != rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_for_a_lost_process_ends_once_the_program_knows(
+    tmp_path: Path, right: dict[int, Path], rank: int
+) -> None:
+    """The survivor met the lost process in no collective call, but at the begin of a save."""
+    ours = play(tmp_path / "run", 2, [(rank, ((IN_EXCHANGE, 5),))])
+    assert differences(right[2], ours, 2) == []
+    (lost,) = [row for row in read(ours, 1 - rank) if row["kind"] == "lost"]
+    assert "Job(lost=)" in lost["error"]
 
 
 def test_tensors_come_from_memory(tmp_path: Path, right: dict[int, Path]) -> None:
