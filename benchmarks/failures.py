@@ -100,6 +100,8 @@ def measure_failures(
         jobs = [
             held.enter_context(_Job(name, servers, network, place.fresh(name))) for name in WAYS
         ]
+        for job in jobs:
+            job.await_steps()
         begin_s = time.monotonic()
         left = list(events)
         while (now_s := time.monotonic() - begin_s) < duration_s:
@@ -113,6 +115,8 @@ def measure_failures(
             for job in jobs:
                 job.look()
             time.sleep(_POLL_S)
+        for job in jobs:
+            job.await_steps()
         for job in jobs:
             job.end()
         progress.say("")
@@ -250,13 +254,16 @@ class _Job:
             self._spares += 1
             self._spare = self._start(spare=f"spare-{self._spares}")
 
-    def _replace(self, rank: int) -> None:
-        """Let the spare process take a rank."""
-        assert self._spare is not None
-        self._processes[rank] = self._spare
-        told = {"rank": rank, "group": self._group}
-        self._store.set(f"spare-{self._spares}", json.dumps(told))
-        self._make_spare()
+    def _replace(self, ranks: Sequence[int]) -> None:
+        """Let the spare process take the first rank, and new processes the others."""
+        for rank in ranks[1:]:
+            self._processes[rank] = self._start(rank=rank, group=self._group)
+        for rank in ranks[:1]:
+            assert self._spare is not None
+            self._processes[rank] = self._spare
+            told = {"rank": rank, "group": self._group}
+            self._store.set(f"spare-{self._spares}", json.dumps(told))
+            self._make_spare()
 
     def look(self) -> None:
         """Start processes after a death, or let the processes meet again."""
@@ -274,8 +281,7 @@ class _Job:
         self._due_s = None
         self._group += 1
         if self._is_in_place:
-            for rank in dead[:1]:  # a second one is replaced in the next turn
-                self._replace(rank)
+            self._replace(dead)
         else:
             self._processes = [
                 self._start(rank=rank, group=self._group) for rank in range(WORLD_SIZE)
@@ -292,6 +298,26 @@ class _Job:
             process.kill()
             process.wait()
 
+    def await_steps(self) -> None:
+        """Wait until the training makes steps, and has a save.
+
+        Raises: RuntimeError if it has none in time.
+        """
+        end_s = time.monotonic() + _END_S
+        while time.monotonic() < end_s:
+            self.look()
+            journals = [self.place / f"journal-{rank}" for rank in range(WORLD_SIZE)]
+            ages_s = [time.time() - path.stat().st_mtime for path in journals if path.exists()]
+            is_training = len(ages_s) == WORLD_SIZE and max(ages_s) < 2 * _STEP_S
+            if is_training and any(kind == "saved" for _, kind, _ in self.rows()):
+                return
+            time.sleep(_POLL_S)
+        raise self._failure("no steps")
+
+    def _failure(self, what: str) -> RuntimeError:
+        output = (self.place / "output").read_text(errors="replace")
+        return RuntimeError(f"{self.name}: {what}: {output[-4000:]}")
+
     def end(self) -> None:
         """Let the training save and end. Raises: RuntimeError if it doesn't."""
         for timer in self._timers:
@@ -302,8 +328,7 @@ class _Job:
             process.send_signal(signal.SIGTERM)
         for process in self._processes:
             if process.wait(_END_S) != 0:
-                output = (self.place / "output").read_text(errors="replace")
-                raise RuntimeError(f"{self.name}: {process.returncode}: {output[-4000:]}")
+                raise self._failure(f"exit code {process.returncode}")
 
     def __enter__(self) -> Self:
         return self
@@ -356,6 +381,10 @@ class _Job:
         lines = (self.place / "journal-0").read_text().splitlines()
         return [json.loads(line) for line in lines if line.endswith("]")]
 
+    def steps(self) -> list[tuple[float, int]]:
+        """Return time and number of each step of process 0."""
+        return [(at_s, int(value)) for at_s, kind, value in self.rows() if kind == "step"]
+
 
 def list_children(pid: int) -> list[int]:
     """Return the processes that a process has started."""
@@ -385,7 +414,7 @@ def find_stops(steps: Iterable[tuple[float, int]], step_s: float) -> list[Stop]:
 def _account(job: _Job) -> dict[str, Any]:
     """Return the time of a training by use, and the simulator's goodput."""
     rows = job.rows()
-    steps = [(at_s, int(value)) for at_s, kind, value in rows if kind == "step"]
+    steps = job.steps()
     saves = [value for _, kind, value in rows if kind == "saved"]
     first_s = steps[0][0] - _STEP_S
     elapsed_s = steps[-1][0] - first_s
@@ -426,21 +455,21 @@ def _by_kind(
     stops: Sequence[Stop], struck: Sequence[tuple[float, _Event]]
 ) -> dict[str, dict[str, float]]:
     """Return number and mean cost of the failures of each kind, with the stops until the next."""
+    found: list[list[Stop]] = [[] for _ in struck]
+    for stop in stops:
+        # The last step before a failure may have ended a moment earlier.
+        later_s = stop.at_s + 2 * _STEP_S
+        causes = [number for number, (at_s, _) in enumerate(struck) if at_s <= later_s]
+        if causes:
+            found[causes[-1]].append(stop)
     table: dict[str, dict[str, float]] = {}
     for kind in KINDS:
-        found = []
-        for number, (at_s, event) in enumerate(struck):
-            if event.kind != kind:
-                continue
-            end_s = struck[number + 1][0] if number + 1 < len(struck) else float("inf")
-            found.append([stop for stop in stops if at_s - 2 * _STEP_S <= stop.at_s < end_s])
-        if found:
+        mine = [own for own, (_, event) in zip(found, struck, strict=True) if event.kind == kind]
+        if mine:
             table[kind] = {
-                "count": len(found),
-                "stops": sum(map(len, found)),
-                "stopped_s": sum(stop.seconds for one in found for stop in one) / len(found),
-                "redone_s": sum(stop.redone for one in found for stop in one)
-                * _STEP_S
-                / len(found),
+                "count": len(mine),
+                "stops": sum(map(len, mine)),
+                "stopped_s": sum(stop.seconds for own in mine for stop in own) / len(mine),
+                "redone_s": sum(stop.redone for own in mine for stop in own) * _STEP_S / len(mine),
             }
     return table

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import importlib
 import json
 import os
 import signal
@@ -32,6 +33,13 @@ WAIT_S: Final = 20.0
 REQUEST_S: Final = 20
 AWAY_S: Final = 5.0
 _NAN: Final = float("nan")
+#: Modules that a start imports when it needs them.
+_MODULES: Final = (
+    "ckptfmt.checkpointer",
+    "ckptfmt.run.elections",
+    "ckptfmt.saving.home_copies",
+    "obstore.store",
+)
 
 
 def main() -> None:
@@ -42,6 +50,8 @@ def main() -> None:
     store = make("127.0.0.1", told["port"], is_master=False)
     if "spare" in told:
         torch.optim.AdamW([torch.zeros(1)])  # imports more modules
+        for module in _MODULES:
+            importlib.import_module(module)
         store.wait([told["spare"]], dt.timedelta(hours=24))
         told |= json.loads(store.get(told["spare"]))
     _Worker(told, store).run()
@@ -81,7 +91,12 @@ class _Worker:
         )
         saving = ckptfmt.Saving(failed_saves=1000, snapshot_every=told["snapshot_every"])
         stop = ckptfmt.Stop(signals=[signal.SIGTERM], triggers=self.triggers)
-        self._meet()
+        try:
+            self._meet()
+        except RuntimeError:
+            if not told["in_place"]:
+                raise
+            self._meet_again()
         checkpointer = ckptfmt.Checkpointer(
             first, state, every=f"{told['every_s']:g}s", keep=2,
             copies=[ckptfmt.Homes(others, away_after_s=AWAY_S)], saving=saving, stop=stop,
@@ -100,7 +115,9 @@ class _Worker:
                 if isinstance(error, ckptfmt.CkptError) and error.code == "ALARM":
                     self.sampler.commit(checkpointer.step)
                     (self.place / "leave-out").write_text(str(self.sampler.position))
-                if not told["in_place"]:
+                # Without a save, all processes start again.
+                has_save = getattr(error, "code", None) != "NOT_COMMITTED"
+                if not (told["in_place"] and has_save):
                     os._exit(1)  # no wait for the other process
             self._meet_again()
             begin = checkpointer.regroup

@@ -276,7 +276,8 @@ def make_group(
         deadline_s: time to wait for the other writers, in seconds.
         stop_end_s: returns the latest end of the wait, on the monotonic clock, after a signal asked
             this process to stop; infinity without a signal. Used with torch.distributed only.
-        is_lost: returns whether a process is lost, so that a wait ends. Not used with a function.
+        is_lost: returns whether a process is lost, to end a wait. A function in `agree` waits by
+            itself.
 
     Raises: StateError(WRITERS_UNKNOWN, ARGUMENT).
     """
@@ -343,8 +344,8 @@ class _TorchExchange:
     ) -> None:
         default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         if is_lost is not never and hasattr(default_store, "clone"):
-            # A client of the store answers one request at a time. An exchange that this process
-            # has left mustn't keep the program's client from the next group.
+            # A client of the store answers a single request at a time. An abandoned exchange would
+            # keep the program from the store until the deadline.
             default_store = default_store.clone()
         self._store = distributed.PrefixStore("ckptfmt", default_store)
         self._writer = writer
@@ -494,6 +495,6 @@ class _StoreExchange:
 
 
 def _lost() -> CkptError:
-    """Return the error for a wait for processes of which one is lost."""
+    """Return the error for a wait for a lost process."""
     detail = "a process of the job is lost, as Job(lost=) says"
     return err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")

@@ -1,4 +1,4 @@
-"""The notices of docs/healing.md: DCGM, SLURM and Kubernetes, by programs that print as theirs do."""
+"""The notices of docs/healing.md: DCGM, the kernel's log, SLURM and Kubernetes, by programs that print as theirs do."""
 
 import json
 import os
@@ -28,8 +28,19 @@ _WARNING = {
 _HEALTHY = {"body": {"Overall Health": {"value": "Healthy"}}, "header": ["Health Monitor Report"]}
 _NODE = "NodeName=n7 Arch=x86_64 CPUAlloc=64 State=%s ThreadsPerCore=2 Partitions=gpu%s"
 _DRAINED = _NODE % ("MIXED+DRAIN", " Reason=ECC rate rises on GPU 3 [root@2026-11-26T10:00:00]")
+#: Lines of the kernel's log of machines with such faults, as their owners have published them.
+_OF_PROGRAMS = """\
+NVRM: Xid (PCI:0000:01:00): 31, pid=4711, name=python3, Ch 00000008, intr 00000000. MMU Fault
+NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, reset gpu to activate.
+mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE"""
+_OFF_THE_BUS = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
+_RESET = (
+    "NVRM: Xid (PCI:0000:0b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1"
+    " (GPU Reset Required)"
+)
 _REASONS = {
     "dcgm": "DCGM: Warning",
+    "xid": "Xid 79 of PCI:0000:44:00: GPU has fallen off the bus",
     "slurm": "SLURM: ECC rate rises on GPU 3",
     "kubernetes": "row remapping is pending",
 }
@@ -44,6 +55,7 @@ def lay_out(place: pathlib.Path, *, is_calm: bool) -> dict[str, str]:
         (place / name).mkdir(exist_ok=True)
     printed = {
         "dcgmi": json.dumps(_HEALTHY if is_calm else _WARNING),
+        "journalctl": _OF_PROGRAMS if is_calm else f"{_OF_PROGRAMS}\n{_OFF_THE_BUS}",
         "scontrol": _NODE % ("MIXED", "") if is_calm else _DRAINED,
     }
     for name, text in printed.items():
@@ -105,3 +117,19 @@ def test_what_is_saved_at_a_notice_is_what_the_next_start_goes_on_from(
 def test_a_healthy_machine_gives_no_notice(tmp_path: Any, name: str) -> None:
     program = f"import notices; print(notices.{name}())"
     assert run(tmp_path, program, lay_out(tmp_path, is_calm=True)) == "None\n"
+
+
+def test_a_reset_that_the_driver_requires_is_a_notice(tmp_path: Any) -> None:
+    environment = lay_out(tmp_path, is_calm=True)
+    (tmp_path / "bin/journalctl").write_text(f"#!/bin/sh\ncat <<'END'\n{_RESET}\nEND\n")
+    printed = run(tmp_path, "import notices; print(notices.xid())", environment)
+    assert printed.startswith("Xid 154 of PCI:0000:0b:00: GPU recovery action changed")
+
+
+def test_the_log_is_read_from_the_start_of_the_training_on(tmp_path: Any) -> None:
+    environment = lay_out(tmp_path, is_calm=True)
+    (tmp_path / "bin/journalctl").write_text('#!/bin/sh\necho "$@" > asked\n')
+    run(tmp_path, "import notices; print(notices.xid(), notices.BEGUN_S)", environment)
+    asked = (tmp_path / "asked").read_text().split()
+    assert asked[:2] == ["--dmesg", "--output=cat"]
+    assert asked[2].startswith("--since=@")
