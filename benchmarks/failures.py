@@ -56,7 +56,7 @@ WAYS: Final = {"in_place": True, "restarts": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Event:
+class Event:
     """A failure: its time since the beginning in seconds, its kind, and the rank that dies."""
 
     at_s: float
@@ -183,15 +183,15 @@ def _single(value: float) -> Figure:
     return summarize([value])
 
 
-def draw_events(duration_s: float, chance: random.Random) -> list[_Event]:
+def draw_events(duration_s: float, chance: random.Random) -> list[Event]:
     """Return a failure for each period of a duration: all kinds in turns of a random order."""
-    events: list[_Event] = []
+    events: list[Event] = []
     kinds: list[str] = []
     for number in range(int(duration_s // _PERIOD_S)):
         if not kinds:
             kinds = chance.sample(KINDS, len(KINDS))
         at_s = number * _PERIOD_S + chance.uniform(_EARLY_S, _LATE_S)
-        events.append(_Event(at_s, kinds.pop(), chance.randrange(WORLD_SIZE)))
+        events.append(Event(at_s, kinds.pop(), chance.randrange(WORLD_SIZE)))
     return events
 
 
@@ -207,7 +207,7 @@ class _Job:
     def __init__(self, name: str, servers: Sequence[Server], network: Network, place: Path) -> None:
         self.name = name
         self.place = place
-        self.struck: list[tuple[float, _Event]] = []
+        self.struck: list[tuple[float, Event]] = []
         self._is_in_place = WAYS[name]
         self._network = network
         place.mkdir(parents=True)
@@ -345,7 +345,7 @@ class _Job:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def strike(self, event: _Event) -> None:
+    def strike(self, event: Event) -> None:
         """Let a failure happen."""
         self.struck.append((time.time(), event))
         if event.kind == "NaN batch":
@@ -445,14 +445,14 @@ def _account(job: _Job) -> dict[str, Any]:
         "saves": len(saves),
         "commit_s": commit_s,
         "stops": [dataclasses.asdict(stop) for stop in stops],
-        "by_kind": _by_kind(stops, job.struck),
+        "by_kind": sum_by_kind(stops, job.struck),
         "failures": [[at_s - first_s, event.kind] for at_s, event in job.struck],
         "errors": [[at_s - first_s, value] for at_s, kind, value in rows if kind == "error"],
     }
 
 
-def _by_kind(
-    stops: Sequence[Stop], struck: Sequence[tuple[float, _Event]]
+def sum_by_kind(
+    stops: Sequence[Stop], struck: Sequence[tuple[float, Event]]
 ) -> dict[str, dict[str, float]]:
     """Return number and mean cost of the failures of each kind, with the stops until the next."""
     found: list[list[Stop]] = [[] for _ in struck]
