@@ -26,7 +26,7 @@ from ckptfmt.loading.agreement import LoadTries
 from ckptfmt.loading.initial import InitFrom, carry_init
 from ckptfmt.loading.load_report import LoadReport, claim_of_all
 from ckptfmt.loading.restore import load_once, mark_streams, restore_streams
-from ckptfmt.loop.launching import Survivor, Taken, take_launch
+from ckptfmt.loop.launching import Survivor, Taken, diverged, take_launch
 from ckptfmt.loop.loop import StepCount, make_meters, parse_every
 from ckptfmt.loop.pace import Pace
 from ckptfmt.loop.rehearsal import Account, Rehearsal
@@ -86,18 +86,23 @@ def _find_homes(run: str | os.PathLike[str] | Store, options: Options) -> RunHom
     """
     if options.homes is None:
         return None
-    if isinstance(options.job.agree, str):
+    _refuse_token(options.job)
+    from ckptfmt.run.elections import RunHomes  # noqa: PLC0415 - few runs need the module
+    from ckptfmt.run.homes import HomePlace  # noqa: PLC0415 - the same
+
+    homes = [HomePlace.of(place) for place in (run, *options.homes.places)]
+    return RunHomes(homes, away_after_s=options.homes.away_after_s)
+
+
+def _refuse_token(job: Job) -> None:
+    """Refuse a token for the writers of a run with several homes. Raises: StateError(ARGUMENT)."""
+    if isinstance(job.agree, str):
         raise err(
             Code.ARGUMENT,
             "agree= is a token, and processes meet at a single home by a token",
             where="agree=",
             remedy="Use torch.distributed, or pass a function that gathers bytes.",
         )
-    from ckptfmt.run.elections import RunHomes  # noqa: PLC0415 - few runs need the module
-    from ckptfmt.run.homes import HomePlace  # noqa: PLC0415 - the same
-
-    homes = [HomePlace.of(place) for place in (run, *options.homes.places)]
-    return RunHomes(homes, away_after_s=options.homes.away_after_s)
 
 
 class Checkpointer:
@@ -1151,7 +1156,8 @@ class Checkpointer:
             process hadn't begun a launch, and all processes start afresh.
         Raises: IntegrityError(NOT_COMMITTED) if there is no save to go back to;
             CommitError(WRITERS_MISSING) if a process doesn't come by the deadline;
-            FencedError(FENCED) if a launch of other processes owns the run;
+            FencedError(FENCED) if a launch of other processes owns the run, as far as the homes
+            that answer show;
             CommitError(SAVE_PENDING) if a snapshot is still being copied at the deadline;
             StateError(ARGUMENT) if this process has another number; as `restore`.
         Spec: REQ-RUN-004, REQ-RUN-012.
@@ -1159,6 +1165,8 @@ class Checkpointer:
         if self._is_closed:
             remedy = "Create a Checkpointer, and call restore(), as the replacement does."
             raise err(Code.ARGUMENT, "the checkpointer is closed", where="regroup()", remedy=remedy)
+        if self._homes is not None and job is not None:
+            _refuse_token(job)
         if job is None and isinstance(self._job.agree, str):
             remedy = "Give regroup(job=Job(writer=..., agree=NEW_TOKEN))."
             detail = "agree= is a token, which the lost process knew"
@@ -1381,15 +1389,17 @@ class Checkpointer:
         Args:
             goes_on: whether this process goes on from an earlier launch; others may join it.
         """
-        told = self._group.all_gather([goes_on, self._newest_launch])
-        is_joined = any(theirs[0] for theirs in told)
+        told = self._group.all_gather({"goes_on": goes_on, "known": self._newest_launch})
+        if any(not isinstance(theirs, dict) or "goes_on" not in theirs for theirs in told):
+            raise diverged()
+        is_joined = any(theirs["goes_on"] for theirs in told)
         entry = self._group.run_on_first(
             lambda: dataclasses.asdict(
                 homes.enter(
                     resume="auto" if is_joined else self._resume,
                     writer_features=(LABELS, *self._writer_features),
                     wait_s=self._deadline_s / 2,
-                    after=max(theirs[1] for theirs in told) if is_joined else None,
+                    after=max(theirs["known"] for theirs in told) if is_joined else None,
                 )
             )
         )

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, Self, TypeAlias, TypeVar, cast
 
 from ckptfmt.commit.waiting import poll
 from ckptfmt.errors import (
@@ -321,6 +321,39 @@ def _find_distributed() -> Any:
     return distributed
 
 
+class _Watch:
+    """Asks `Job.lost` during an exchange, in a thread: the function may hang.
+
+    Attributes:
+        error: the error that ends the wait; None until the function returns true or raises.
+    """
+
+    def __init__(self, is_lost: Callable[[], bool]) -> None:
+        self.error: CkptError | None = None
+        self._is_lost = is_lost
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._is_lost is not never:
+            threading.Thread(target=self._ask, name="ckptfmt-lost", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def _ask(self) -> None:
+        detail = "a process of the job is lost, as Job(lost=) says"
+        while not self._is_over.wait(_LOOK_S):
+            found, error = attempt(self._is_lost)
+            if error is not None:
+                detail = f"Job(lost=) has failed: {type(error).__name__}: {error}"
+            if found or error is not None:
+                missing = err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
+                missing.__cause__ = error
+                self.error = missing
+                return
+
+
 class _TorchExchange:
     """All-gather through torch.distributed's key-value store: without a process group or a device.
 
@@ -343,11 +376,8 @@ class _TorchExchange:
         is_lost: Callable[[], bool] = never,
     ) -> None:
         default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-        if is_lost is not never and hasattr(default_store, "clone"):
-            # A client of the store answers a single request at a time. An abandoned exchange would
-            # keep the program from the store until the deadline.
-            default_store = default_store.clone()
         self._store = distributed.PrefixStore("ckptfmt", default_store)
+        self._clones = is_lost is not never
         self._writer = writer
         self._writer_count = writer_count
         self._deadline = dt.timedelta(seconds=deadline_s)
@@ -371,10 +401,15 @@ class _TorchExchange:
         # processes take part.
         least_s = time.monotonic() + _ANSWER_S
         end_s = least_s + self._deadline.total_seconds()
-        while thread.is_alive() and time.monotonic() < min(end_s, max(least_s, self._stop_end_s())):
-            thread.join(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
-            if thread.is_alive() and self._is_lost():
-                raise _lost()
+        with _Watch(self._is_lost) as watch:
+            while thread.is_alive() and time.monotonic() < min(
+                end_s, max(least_s, self._stop_end_s())
+            ):
+                thread.join(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
+                if watch.error is not None:
+                    break
+        if not outcomes and watch.error is not None:
+            raise watch.error
         if not outcomes:
             detail = (
                 "torch.distributed's store, on process 0, didn't answer for"
@@ -398,6 +433,11 @@ class _TorchExchange:
         """
         keys: list[str] = []
         try:
+            if self._clones and hasattr(self._store, "clone"):
+                # A client of the store answers a single request at a time. An abandoned exchange
+                # would keep the program from the store until the deadline.
+                self._store = self._store.clone()
+            self._clones = False
             number = self._store.add(f"rounds/{self._writer}", 1) - 1
             keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
             self._store.set(keys[self._writer], base64.b64encode(value).decode())
@@ -476,25 +516,23 @@ class _StoreExchange:
                 if error.code != Code.STORE_EXISTS:
                     raise
             else:
-                return [self._wait_for(number, writer) for writer in range(self._writer_count)]
+                with _Watch(self._is_lost) as watch:
+                    return [
+                        self._wait_for(number, writer, watch)
+                        for writer in range(self._writer_count)
+                    ]
 
     def _path(self, number: int, writer: int) -> str:
         return f"{self._prefix}/{number:06d}-{writer:05d}.json"
 
-    def _wait_for(self, number: int, writer: int) -> bytes:
+    def _wait_for(self, number: int, writer: int, watch: _Watch) -> bytes:
         for _ in poll(self._deadline_s):
             try:
                 return self._store.read(self._path(number, writer), limit_nbytes=_EXCHANGE_NBYTES)
             except CkptError as error:
                 if error.code != Code.FILE_MISSING:
                     raise
-            if self._is_lost():
-                raise _lost()
+            if watch.error is not None:
+                raise watch.error
         detail = f"writer {writer} didn't come within {self._deadline_s:g} s"
         raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
-
-
-def _lost() -> CkptError:
-    """Return the error for a wait for a lost process."""
-    detail = "a process of the job is lost, as Job(lost=) says"
-    return err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")

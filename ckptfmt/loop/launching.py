@@ -237,7 +237,7 @@ def _meet(
         error = survivor.problem or error
     told = group.raise_together(error, value=mine)
     if any(not isinstance(theirs, dict) or "known" not in theirs for theirs in told):
-        raise _diverged()
+        raise diverged()
     opened = _check_opened(told[0]["opened"])
     survivors = [theirs for theirs in told if "common" in theirs]
     if not survivors:
@@ -257,7 +257,8 @@ def _is_connected(group: Group) -> bool:
     return side is not None and side.find_rank() == (group.writer, group.writer_count)
 
 
-def _diverged() -> CkptError:
+def diverged() -> CkptError:
+    """Return the error for processes that make other exchanges than this process."""
     detail = "the writers aren't at the same point"
     return err(Code.WRITERS_DIVERGED, detail, requirement="REQ-CMT-001")
 
@@ -265,7 +266,7 @@ def _diverged() -> CkptError:
 def _check_opened(told: Any) -> dict[str, Any]:
     """Return a value from process 0. Raises: LayoutError(WRITERS_DIVERGED) if it isn't as sent."""
     if not isinstance(told, dict) or "writer_features" not in told:
-        raise _diverged()
+        raise diverged()
     return told
 
 
@@ -349,7 +350,8 @@ def _begin(
         fresh=resume == "fresh",
         on_passed_over=note,
         trusted=trusted,
-        after=after,
+        # With votes in hand, `RunHomes.enter` has checked the newest launch before.
+        after=None if homes is not None and homes.is_entered else after,
         require_signature=require_signature,
         elect=None if homes is None else homes.elect,
         mend=None if homes is None else homes.mend,

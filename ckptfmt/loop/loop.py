@@ -420,7 +420,7 @@ class Meters:
             step: number of steps done by the launch before.
         """
         if self.keeper is not None:
-            self.keeper.close(step)
+            self.keeper.close(step, store)
             self.keeper = type(self.keeper)(taken.seconds)
             self.keeper.note_launch(store, taken)
 

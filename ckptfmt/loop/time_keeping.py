@@ -99,9 +99,14 @@ class TimeKeeper:
         """Record the end of the steps: from now on the run only waits for saves."""
         self._closing_s = self._clock()
 
-    def close(self, step: int) -> None:
-        """Write the last entry."""
-        if self._begun_s is not None:
+    def close(self, step: int, store: Store | None = None) -> None:
+        """Write the last entry.
+
+        Args:
+            store: the store at which the run goes on; None at the end. If the run goes on at
+                another home, the entry stays as it is, since the former home may not answer.
+        """
+        if self._begun_s is not None and store in (None, self._store):
             self._write(self.entry(step, has_ended=True))
 
     def entry(self, step: int, *, is_save: bool = False, has_ended: bool = False) -> LedgerEntry:

@@ -214,8 +214,10 @@ class RunHomes:
             check_wanted(members, self.homes, resume)
             reports += self._wait_for_savers(members, wait_s)
             known = max(view.newest for view in views.values())
-            collected = self._collect(run_id, known, members, joining)
-            if collected is None:  # the homes may be others now
+            collected = self._collect(
+                run_id, known, members, joining, looks_again=after is not None
+            )
+            if collected is None:  # the homes, or the newest launch, may be others now
                 continue
             vote, voters = collected
             # A newer launch sees each commit confirmed before the votes.
@@ -501,7 +503,13 @@ class RunHomes:
             )
 
     def _collect(
-        self, run_id: str, known: int, members: Collection[int], joining: Mapping[int, str]
+        self,
+        run_id: str,
+        known: int,
+        members: Collection[int],
+        joining: Mapping[int, str],
+        *,
+        looks_again: bool = False,
     ) -> tuple[Vote, set[int]] | None:
         """Return the votes of a majority for a launch with a number above `known`, and the voters.
 
@@ -510,8 +518,10 @@ class RunHomes:
         Args:
             members: numbers of the homes, whose votes count.
             joining: places that become homes with this launch.
+            looks_again: whether another launch with the number matters, as in a launch that changes
+                the homes.
 
-        Returns: None if another launch has the number of a launch that changes the homes.
+        Returns: None if another launch has the number, and matters.
         """
         needed_count = len(members) if self._changes else self._majority
         homes = {number: self.homes[number] for number in members}
@@ -537,7 +547,7 @@ class RunHomes:
             taken = max(answers.values.values(), default=0)
             if taken == 0:
                 raise homes_away(self._by_number, answers, "REQ-RUN-066")
-            if self._changes:
+            if self._changes or looks_again:
                 time.sleep(random.uniform(0.0, _TRY_PAUSE_S))  # noqa: S311
                 return None
             known = max(vote.launch, taken)

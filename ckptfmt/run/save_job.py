@@ -168,7 +168,7 @@ class SaveJob:
     Args:
         save: values of the save.
         known: documents already parsed by the thread of the job.
-        gives_up: set when nobody copies to the other homes of the run any more.
+        gives_up: ends the wait for a copy at another home when set.
 
     Attributes:
         held: holds of this save, which `tidy` ends.

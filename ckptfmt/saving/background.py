@@ -749,9 +749,16 @@ class Background:
             saves = list(self._saves.values())
         if not self.wait_over(timeout_s):
             for save in saves:
-                if not save.handle.is_over:
-                    with contextlib.suppress(CkptError):  # the waits then end at their deadline
-                        SaveJob(save.state).fail(error)
+                if save.handle.is_over:
+                    continue
+                save.link.send({"type": "give_up", "number": save.number})
+                # A thread, since the run may not answer. The waits then end at their deadline.
+                threading.Thread(
+                    target=_fail_quietly,
+                    args=(save.state, error),
+                    name="ckptfmt-give-up",
+                    daemon=True,
+                ).start()
             self._wait(lambda: all(save.handle.is_through for save in saves), timeout_s)
         for save in saves:
             self.note_told(save.state.origin.attempt)
@@ -1061,6 +1068,12 @@ class Background:
             look=self.look,
             timeout_s=self._deadline_s if timeout_s is None else timeout_s,
         )
+
+
+def _fail_quietly(state: SaveState, error: CkptError) -> None:
+    """Report the failure of a save to all writers, if the run answers."""
+    with contextlib.suppress(CkptError):
+        SaveJob(state).fail(error)
 
 
 def _pin_nothing(_slot: Slot) -> Callable[[], None]:

@@ -93,11 +93,6 @@ class Mirrors:
         with self._lock:
             return self._is_overtaken
 
-    def use_home(self, home: Store) -> None:
-        """Copy from another home of the run from now on."""
-        self._home = home
-        self._are_homes = True
-
     def note_launch(self) -> None:
         """Copy at the end at the latest: processes of an earlier launch may have ended before."""
         self._is_behind = True

@@ -98,8 +98,9 @@ class Saver:
         self._is_held = False
         self._deadline_s = 0.0
         self._is_alone = False
-        #: Set at the trainer's end: nobody copies to the other homes of the run any more.
-        self._is_orphaned = threading.Event()
+        #: Set once nobody waits for the saves so far any more: at the trainer's end, and when the
+        #: trainer gives its saves up.
+        self._gives_up = threading.Event()
         #: Number of the launch with a ledger, and the trainer's end in Unix milliseconds.
         self._launch: int | None = None
         self._ended_unix_ms: int | None = None
@@ -119,12 +120,14 @@ class Saver:
         self._refused[number] = error
 
     def handle(self, message: dict[str, Any]) -> None:
-        """Execute a message: image, save, staged, complete, replicated, abandon, release or drop.
+        """Execute a message of the trainer.
 
+        The types are image, save, staged, complete, replicated, abandon, give_up, release and drop.
         A save may be held: it is written after ``release``, and never after ``drop``, which is
         answered with the state DROPPED: from then on the slot isn't read. At the trainer's end a
         held save is written if the trainer is the only writer. Several trainers may hold different
-        steps, and only they can agree.
+        steps, and only they can agree. After ``give_up`` no save so far waits for a copy at another
+        home.
         """
         kind = message["type"]
         number = message.get("number", 0)
@@ -146,6 +149,9 @@ class Saver:
             # The save of a `replicated` message may have ended already.
             elif kind == "replicated" and (answers := self._answers.get(number)) is not None:
                 answers.put(message["problem"])
+            elif kind == "give_up":
+                self._gives_up.set()
+                self._gives_up = threading.Event()  # for later saves
             elif kind == "abandon":
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
             elif kind in ("release", "drop") and (orders := self._orders.get(number)) is not None:
@@ -159,7 +165,7 @@ class Saver:
         Saves in the cache are still brought home.
         """
         self._ended_unix_ms = time.time_ns() // 1_000_000
-        self._is_orphaned.set()
+        self._gives_up.set()
         for answers in list(self._answers.values()):
             answers.put("the trainer is gone")
         self.give_up(
@@ -210,7 +216,7 @@ class Saver:
             context=context,
             progress=progress,
         )
-        job = SaveJob(save, self._known, gives_up=self._is_orphaned)
+        job = SaveJob(save, self._known, gives_up=self._gives_up)
         orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         if is_held:
             self._orders[number] = orders

@@ -242,7 +242,8 @@ class Saves:
         if cache is not None and cache.peers:
             check_peers(group)
         self.reports: list[str] = []
-        self._mirrors = None
+        self._mirrors: Mirrors | None = None
+        self._mirror_places = tuple(mirrors)
         if store is not None and mirrors and group.writer == 0:
             self._mirrors = Mirrors(store, mirrors, self.reports)
         #: The other homes of the run, and the copies to them; None for a run with one home.
@@ -480,10 +481,12 @@ class Saves:
             if self._home_copies is not None:
                 self._home_copies.stop()
                 self._home_copies = None
+            self._known = Known()
+        if self._mirrors is not None:
+            self._mirrors.stop()  # a copy from another home may hang
+            self._mirrors = Mirrors(store, self._mirror_places, self.reports, are_homes=True)
         self._store = store
         self._others = others
-        if self._mirrors is not None:
-            self._mirrors.use_home(store)
 
     def begin_copies(self, run: RunRecord, launch: Launch, retention: Retention) -> None:
         """Copy the run to the other homes from now on, as writer 0.

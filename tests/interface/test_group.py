@@ -130,6 +130,24 @@ def test_a_wait_ends_once_a_process_is_known_to_be_lost() -> None:
     assert len(asked) == 3
 
 
+def test_a_question_that_hangs_or_fails_keeps_no_wait_from_its_end() -> None:
+    over = threading.Event()
+
+    def hang() -> bool:
+        return over.wait(60)
+
+    def fail() -> bool:
+        raise OSError("the rendezvous is gone")
+
+    for is_lost, deadline_s, text in ((hang, 1.0, "writer 1"), (fail, 600.0, "is gone")):
+        store = MemoryStore()
+        group = make_group((0, 2), "start-1", store, deadline_s=deadline_s, is_lost=is_lost)
+        with pytest.raises(CkptError, match=text) as caught:
+            group.all_gather(0)
+        assert caught.value.code == Code.WRITERS_MISSING
+    over.set()
+
+
 def test_refusal_of_one_writer_reaches_all() -> None:
     """REQ-CMT-001."""
     allgather = Allgather(3)
