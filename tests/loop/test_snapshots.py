@@ -325,6 +325,8 @@ def test_a_saver_that_dies_with_a_snapshot_ends_no_training(tmp_path: Path) -> N
             training.train(step, next(batches))
             if step == 14:
                 held: Any = checkpointer._saves._background._held[-1]  # type: ignore[union-attr]
+                assert checkpointer._handle is not None
+                assert checkpointer._handle.wait_over(60)  # the save of step 10
                 os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
                 with pytest.raises(CkptError, match=str(Code.SAVER_LOST)):
                     held.handle.wait("WRITTEN", 60)
@@ -345,6 +347,8 @@ def test_a_rewind_without_a_usable_snapshot_goes_back_to_the_save(tmp_path: Path
             training.train(step, next(batches))
             if step == 15 and not checkpointer.rewinds:
                 held: Any = checkpointer._saves._background._held[-1]  # type: ignore[union-attr]
+                assert checkpointer._handle is not None
+                assert checkpointer._handle.wait_over(60)  # the save of step 10
                 os.kill(checkpointer._saves._background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
                 with pytest.raises(CkptError, match=str(Code.SAVER_LOST)):
                     held.handle.wait("WRITTEN", 60)
