@@ -444,7 +444,9 @@ def _account(job: _Job) -> dict[str, Any]:
         "slowed_s": slowed_s,
         "saves": len(saves),
         "commit_s": commit_s,
-        "stops": [dataclasses.asdict(stop) for stop in stops],
+        "stops": [
+            dataclasses.asdict(stop) | {"at_s": round(stop.at_s - first_s, 1)} for stop in stops
+        ],
         "by_kind": sum_by_kind(stops, job.struck),
         "failures": [[at_s - first_s, event.kind] for at_s, event in job.struck],
         "errors": [[at_s - first_s, value] for at_s, kind, value in rows if kind == "error"],
