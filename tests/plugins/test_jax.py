@@ -435,6 +435,7 @@ def killed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("jax")
     train(directory, "right")
     train(directory, "killed", kill_at=28)
+    trainings.await_savers(directory / "run-killed")
     return directory
 
 

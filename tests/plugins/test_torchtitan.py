@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import ckptfmt
-from ckptfmt.commit.waiting import poll
 from tests.plugins import trainings
 
 pytest.importorskip("torchtitan")
@@ -26,9 +25,7 @@ def killed(request, tmp_path_factory):
     """A run that was killed behind step 23 and resumes from step 20, its journals, and how many processes trained."""
     place = tmp_path_factory.mktemp("killed")
     train(place / "run", place / "journal", processes=request.param, kill_at=23)
-    for _ in poll(600):  # the savers outlive the kill
-        if all(one.state != "saving" for one in ckptfmt.Run(place / "run" / "checkpoint").list()):
-            break
+    trainings.await_savers(place / "run" / "checkpoint")
     return place, request.param
 
 

@@ -21,6 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptfmt.commit.waiting import wait_for_savers
+from ckptfmt.store import open_store
+
 #: At which step a script kills itself.
 KILL_AT = "KILL_AT_STEP"
 #: Scripts run in forks of one process that has imported what is slow to import: a test that starts
@@ -194,6 +197,11 @@ def compare(undisturbed: str | Path, resumed: str | Path, *, last_step: int) -> 
                 names = sorted(name for name in line if line.get(name) != right[step][0].get(name))
                 found.append(f"step {step} differs in {', '.join(names)}")
     return found
+
+
+def await_savers(run: str | Path) -> None:
+    """Wait until the savers of a run are at their end: they outlive a kill of the training."""
+    assert wait_for_savers(open_store(run, writable=True), deadline_s=600) == []
 
 
 def verdict(run: str | Path) -> tuple[str, set[str], str]:
