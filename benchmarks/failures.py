@@ -276,7 +276,7 @@ class _Job:
                     self._kill_all()
             if now_s < self._due_s:
                 return
-        elif not self._is_in_place or not self._has_left(all):
+        elif not self._is_in_place or not self._have_left():
             return
         self._due_s = None
         self._group += 1
@@ -288,10 +288,10 @@ class _Job:
             ]
         self._store.set(f"group-{self._group}", "")
 
-    def _has_left(self, which: Any) -> bool:
+    def _have_left(self) -> bool:
         """Return whether all processes have left the present process group."""
         keys = [f"left-{self._group}-{rank}" for rank in range(WORLD_SIZE)]
-        return bool(which(self._store.check([key]) for key in keys))
+        return bool(self._store.check(keys))
 
     def _kill_all(self) -> None:
         for process in self._processes:

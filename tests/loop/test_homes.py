@@ -129,6 +129,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def have(paths: list[Path], step: int) -> bool:
+    """Return whether all runs have a committed save of a step."""
+    return all(any(one.step == step and one.digest for one in ckptfmt.Run(p).list()) for p in paths)
+
+
 def states_of(events: list[Any]) -> list[tuple[int, str]]:
     """Return step and state of each event at the end of a save."""
     return [(event.step, event.kind) for event in events if event.kind != "staged"]
@@ -593,8 +598,7 @@ def test_a_regroup_goes_on_at_another_home_and_at_the_first_again(
 
     def has_all(step: int) -> bool:
         names = [name for name in NAMES if name not in off]
-        runs = [ckptfmt.Run(homes.paths[NAMES.index(name)]) for name in names]
-        return all(any(one.step == step and one.digest for one in run.list()) for run in runs)
+        return have([homes.paths[NAMES.index(name)] for name in names], step)
 
     training = Training()
     saving = ckptfmt.Saving(saver="thread", delta=delta)

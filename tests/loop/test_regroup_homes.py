@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,17 @@ from ckptfmt.run.elections import RunHomes
 from ckptfmt.run.votes import list_vote_numbers
 from ckptfmt.saving.home_copies import HomeCopies
 from ckptfmt.store import LocalStore
-from tests.loop.test_homes import NAMES, STEPS, Directories, Switched, checkpointer_of, wait_until
+from ckptfmt.store.protocol import Store
+from tests.interface.test_group import Allgather
+from tests.loop.test_homes import (
+    NAMES,
+    STEPS,
+    Directories,
+    Switched,
+    checkpointer_of,
+    have,
+    wait_until,
+)
 from tests.loop.test_rewind import Training, undisturbed
 from tests.stores.hooked import Operation
 
@@ -29,11 +39,25 @@ JOB = ckptfmt.Job(deadline_s=8.0)
 
 
 class Hanging(Switched):
-    """A home that accepts requests and never answers while its switch is off, until the test ends."""
+    """A home that accepts requests and never answers while its switch is off, until the test ends.
+
+    Args:
+        hangs: switches the first home off, once it isn't empty, at a request of a thread.
+        thread: name of the thread.
+    """
 
     is_over = threading.Event()
 
+    def __init__(
+        self, inner: Store, name: str, off: set[str], *, hangs: list[bool], thread: str
+    ) -> None:
+        super().__init__(inner, name, off)
+        self.hangs = hangs
+        self.thread = thread
+
     def before(self, operation: Operation) -> None:
+        if self.place == "a" and self.hangs and threading.current_thread().name == self.thread:
+            self.off.add("a")
         while self.place in self.off and not self.is_over.wait(0.02):
             pass
         if self.is_over.is_set():
@@ -48,13 +72,13 @@ def homes(tmp_path: Path) -> Iterator[Directories]:
     run_homes._OPENED.clear()
 
 
-def hanging(homes: Directories, off: set[str]) -> list[Any]:
-    return [Hanging(store, name, off) for name, store in zip(NAMES, homes.stores, strict=True)]
-
-
-def have(paths: list[Path], step: int) -> bool:
-    """Return whether all runs have a committed save of a step."""
-    return all(any(one.step == step and one.digest for one in ckptfmt.Run(p).list()) for p in paths)
+def hanging(
+    homes: Directories, off: set[str], *, hangs: list[bool] | None = None, thread: str = ""
+) -> list[Any]:
+    return [
+        Hanging(store, name, off, hangs=[] if hangs is None else hangs, thread=thread)
+        for name, store in zip(NAMES, homes.stores, strict=True)
+    ]
 
 
 def train_until(checkpointer: ckptfmt.Checkpointer, training: Training, last: int) -> None:
@@ -64,24 +88,6 @@ def train_until(checkpointer: ckptfmt.Checkpointer, training: Training, last: in
         if step > last:
             return
         training.train(step, next(batches))
-
-
-class Meeting:
-    """An exchange between threads."""
-
-    def __init__(self, count: int) -> None:
-        self._values: list[bytes] = [b""] * count
-        self._barrier = threading.Barrier(count, timeout=60)
-
-    def of(self, writer: int) -> Callable[[bytes], list[bytes]]:
-        def gather(value: bytes) -> list[bytes]:
-            self._values[writer] = value
-            self._barrier.wait()
-            values = list(self._values)
-            self._barrier.wait()
-            return values
-
-        return gather
 
 
 @pytest.mark.parametrize("options", [{}, {"ledger": True}], ids=["", "ledger"])
@@ -107,20 +113,13 @@ def test_a_home_hangs_during_a_save_of_two_writers(homes: Directories) -> None:
     off: set[str] = set()
     hangs: list[bool] = []
 
-    class Failing(Hanging):
-        def before(self, operation: Operation) -> None:
-            if self.place == "a" and hangs and threading.current_thread().name == "ckptfmt-saver":
-                off.add("a")
-            super().before(operation)
-
     for path in homes.paths:
         path.mkdir(exist_ok=True)
-    first, second = Meeting(2), Meeting(2)
+    first, second = Allgather(2, timeout_s=60), Allgather(2, timeout_s=60)
     arrays = [np.zeros(4), np.zeros(4)]
 
     def make(writer: int) -> ckptfmt.Checkpointer:
-        pairs = zip(NAMES, homes.stores, strict=True)
-        here, *others = [Failing(store, name, off) for name, store in pairs]
+        here, *others = hanging(homes, off, hangs=hangs, thread="ckptfmt-saver")
         return ckptfmt.Checkpointer(
             here,
             ckptfmt.State(weights={"array": arrays[writer]}, rng=False),
@@ -265,17 +264,9 @@ def test_a_mirror_is_copied_from_the_home_of_the_launch(homes: Directories, tmp_
     off: set[str] = set()
     hangs: list[bool] = []
 
-    class Failing(Hanging):
-        def before(self, operation: Operation) -> None:
-            if self.place == "a" and hangs and threading.current_thread().name == "ckptfmt-mirror":
-                off.add("a")
-            super().before(operation)
-
     mirror = tmp_path / "mirror"
     training = Training()
-    here, *others = [
-        Failing(store, name, off) for name, store in zip(NAMES, homes.stores, strict=True)
-    ]
+    here, *others = hanging(homes, off, hangs=hangs, thread="ckptfmt-mirror")
     checkpointer = ckptfmt.Checkpointer(
         here,
         training.state,
