@@ -104,7 +104,7 @@ def homes(tmp_path: Path) -> Directories:
 
 
 def checkpointer_of(
-    places: list[Any], training: Training, *, away_after_s: float = 1.0, **options: Any
+    places: list[Any], training: Training, *, away_after_s: float = 5.0, **options: Any
 ) -> ckptfmt.Checkpointer:
     options.setdefault("every", 4)
     options.setdefault("saving", ckptfmt.Saving(saver="thread"))
