@@ -938,11 +938,10 @@ def test_a_damaged_file_of_each_kind_is_rewritten_from_the_other_copy(place, how
             continue  # what nobody said here isn't missed
         before = files_of(store)
         content = before[path]
+        changed = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
         store.delete(path)
         if how != "deleted":
-            store.create(
-                path, [content[:-3] if how == "cut" else content[:-3] + b"!" + content[-2:]]
-            )
+            store.create(path, [content[:-3] if how == "cut" else changed])
         broken = Watched(
             store,
             lambda operation, path=path: operation.path == path or pytest.fail(str(operation)),
