@@ -492,15 +492,17 @@ class Reading:
         """Copy contents in memory to their sinks, the largest first, in several threads."""
         if not self._contents:
             return
-        contents = sorted(self._contents, key=lambda row: -row[1].nbytes)
+        # A future for each content would take longer than the copy of a small content. The threads
+        # take from one iterator.
+        left = iter(sorted(self._contents, key=lambda row: -row[1].nbytes))
 
-        def place(row: tuple[int, memoryview]) -> None:
-            number, content = row
-            self.boxes[number].place(BlockRange("", 0, content.nbytes, number, 0), content)
+        def place() -> None:
+            for number, content in left:
+                self.boxes[number].place(BlockRange("", 0, content.nbytes, number, 0), content)
 
         with ThreadPoolExecutor(thread_count(), "ckptfmt-place") as threads:
-            for _ in threads.map(place, contents):
-                pass
+            for placed in [threads.submit(place) for _ in range(thread_count())]:
+                placed.result()
 
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
         """Compare size and header of the ranges' files, and return the ranges that can be read."""
