@@ -87,7 +87,9 @@ class Workplace:
 def workplace(directory: Path) -> Iterator[Workplace]:
     """Make a workplace below `directory`, and remove the workplace with all contents."""
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory) as path:
+    # Before Python 3.12 the path of a temporary directory is relative where `dir` is, and a file://
+    # URL of a relative path is another file.
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory.resolve()) as path:
         yield Workplace(Path(path))
 
 

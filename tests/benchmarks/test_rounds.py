@@ -1,5 +1,7 @@
 """How rounds are run: who comes when, under which names, and what is deleted when."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -51,6 +53,14 @@ def test_what_a_buffered_writer_wrote_stays_until_the_next_one_begins(tmp_path):
     assert direct.seen == [["buffered-00001"], ["buffered-00001"]]
     assert buffered.seen == [[], []]
     assert [path.name for path in tmp_path.iterdir()] == ["buffered-00004"]
+
+
+def test_paths_of_a_workplace_are_absolute_as_urls_and_other_processes_need_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with workplace(Path("new")) as place:
+        assert place.fresh("x").is_absolute()
 
 
 def test_a_workplace_leaves_nothing_behind(tmp_path):
