@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from benchmarks.death_worker import count_layers
 from benchmarks.figures import summarize
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
@@ -69,7 +70,12 @@ def measure_death(
         for phase in mine[0]
     }
     return Outcome(
-        workload={"nbytes": nbytes, "processes": 2, "network": "gloo on one machine"},
+        workload={
+            "nbytes": nbytes,
+            "tensors": 8 * count_layers(nbytes),
+            "processes": 2,
+            "network": "gloo on one machine",
+        },
         settings={"ckptfmt": {"saver": "a process", "every": "3 steps"}},
         repeats={"rounds": rounds or _ROUNDS},
         rounds=rows,

@@ -33,6 +33,11 @@ WAIT_S = 60.0
 WIDTH = 512
 
 
+def count_layers(nbytes: int) -> int:
+    """Return the number of layers of a state of an approximate size: eight tensors each."""
+    return max(1, nbytes // (12 * WIDTH * WIDTH))
+
+
 def main() -> None:
     """Train until the last step, through the death of another process."""
     told: dict[str, Any] = json.loads(os.environ["DEATH"])
@@ -74,8 +79,8 @@ class _Worker:
         """Train; after the loss of the other process, end or regroup."""
         self.meet()
         torch.manual_seed(0)
-        count = max(1, int(self.told["nbytes"]) // (12 * WIDTH * WIDTH))
-        net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+        layers = range(count_layers(int(self.told["nbytes"])))
+        net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in layers))
         optimizer = torch.optim.AdamW(net.parameters())
         sampler = ckptfmt.Sampler(4096, global_batch=8, seed=1, worker=(self.rank, 2))
         state = ckptfmt.State(weights=net, optimizer=optimizer, data=sampler, config={})

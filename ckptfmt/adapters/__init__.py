@@ -6,6 +6,7 @@ objects of that library.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from importlib import import_module
@@ -30,10 +31,12 @@ def torch_side() -> ModuleType | None:
 
     Raises: StateError(ARGUMENT) for a torch that is too old.
     """
-    if "torch" not in sys.modules:
-        return None
-    if _TORCH not in sys.modules:
-        check_torch(sys.modules["torch"])
+    return _import_torch_side() if "torch" in sys.modules else None
+
+
+@functools.cache  # each tensor of a load asks, and `import_module` takes longer than a dictionary
+def _import_torch_side() -> ModuleType:
+    check_torch(sys.modules["torch"])
     return import_module(_TORCH)
 
 

@@ -139,14 +139,26 @@ class Index:
         }
 
     @classmethod
-    def parse(cls, content: bytes, *, where: str, digest: bytes | None = None) -> Index:
+    def parse(
+        cls,
+        content: bytes,
+        *,
+        where: str,
+        digest: bytes | None = None,
+        known: dict[bytes, TensorTable] | None = None,
+    ) -> Index:
         """Return the index of a file. The tiling of tensors isn't checked here.
+
+        Args:
+            where: name of the file, for messages.
+            digest: the expected digest from another document; None to skip the check.
+            known: as in `Part.parse`.
 
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-006.
         """
         signed, _, stored_nbytes = parse_packed_document(content, where=where, digest=digest)
-        return _parse_index(signed, where, RowBudget(Weight.most(stored_nbytes)))
+        return _parse_index(signed, where, RowBudget(Weight.most(stored_nbytes)), known)
 
 
 _INDEX_KEYS: Final = (
@@ -155,7 +167,12 @@ _INDEX_KEYS: Final = (
 )  # fmt: skip
 
 
-def _parse_index(signed: dict[str, Any], where: str, budget: RowBudget) -> Index:
+def _parse_index(
+    signed: dict[str, Any],
+    where: str,
+    budget: RowBudget,
+    known: dict[bytes, TensorTable] | None,
+) -> Index:
     check_version(signed, where)
     columns = Columns(known_members(signed, _INDEX_KEYS), _INDEX_KEYS, where, budget=budget)
     if columns.any("type") != "index":
@@ -170,7 +187,7 @@ def _parse_index(signed: dict[str, Any], where: str, budget: RowBudget) -> Index
     part_table.take("nbytes", rows=writers)
     nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1).tolist()
     digests = part_table.digests("digest", count=writers)
-    tensors, table = _parse_tensors(columns, scopes, writers)
+    tensors, table = _parse_tensors(columns, scopes, writers, known)
     streams = _parse_streams(
         columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers
     )
@@ -192,11 +209,11 @@ def _parse_index(signed: dict[str, Any], where: str, budget: RowBudget) -> Index
 
 
 def _parse_tensors(
-    columns: Columns, scopes: list[str], part_count: int
+    columns: Columns, scopes: list[str], part_count: int, known: dict[bytes, TensorTable] | None
 ) -> tuple[tuple[IndexTensor, ...], TensorTable]:
     rows = columns.columns("tensors", (*tables.TENSOR_KEYS, "sharding"))
     table = tables.parse_tensor_table(
-        rows, columns.columns("aliases", ("tensor", "name")), scopes, columns
+        rows, columns.columns("aliases", ("tensor", "name")), scopes, columns, known=known
     )
     shardings = parse_shardings(columns, part_count)
     numbers = rows.packed("sharding", count=len(table.keys), below=len(shardings))

@@ -42,7 +42,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.tables import TensorKey, key_of
+from ckptfmt.documents.tables import TensorKey, TensorTable, key_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
@@ -172,6 +172,8 @@ class CheckpointFiles:
     ) -> None:
         self.store = store
         self._is_base = closure is not None
+        #: Tensor tables by their columns: index and parts usually have one table, parsed once.
+        self._tables: dict[bytes, TensorTable] = {}
         self.manifest, self.index = read_anew(lambda: self._open(digest, check))
         self.tensors: dict[TensorKey, IndexTensor] = {
             tensor.key: tensor for tensor in self.index.tensors
@@ -259,7 +261,7 @@ class CheckpointFiles:
                 requirement="REQ-OPN-001",
             )
         with self.while_current():
-            return self.manifest, read_index(self.store, self.manifest)
+            return self.manifest, _read_index(self.store, self.manifest, self._tables)
 
     def check_current(self) -> None:
         """Raise ReplacedError if the register no longer contains the opened manifest.
@@ -450,7 +452,7 @@ class CheckpointFiles:
         entry = self.index.parts[number]
         path = part_path(origin.attempt, number)
         content = read_exactly(self.store, path, entry.nbytes)
-        part, _ = Part.parse(content, where=path, digest=entry.digest)
+        part, _ = Part.parse(content, where=path, digest=entry.digest, known=self._tables)
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
         if not set(part.features) <= set(self.manifest.features) or not set(part.references) <= set(
@@ -782,8 +784,11 @@ def read_manifest(store: Store) -> Manifest:
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
 
 
-def read_index(store: Store, manifest: Manifest) -> Index:
+def _read_index(store: Store, manifest: Manifest, known: dict[bytes, TensorTable]) -> Index:
     """Return the index named by a manifest, checked against the manifest.
+
+    Args:
+        known: see `Index.parse`.
 
     Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError(DOC_MISMATCH,
         MANIFEST_SUMMARY and the codes of parsing); LayoutError.
@@ -792,7 +797,7 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     path = index_name(manifest.origin.attempt)
     content = read_exactly(store, path, manifest.index_nbytes)
     digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
-    index = Index.parse(content, where=path, digest=digest)
+    index = Index.parse(content, where=path, digest=digest, known=known)
     if index.origin != manifest.origin or index.saved_unix_s != manifest.saved_unix_s:
         raise err(
             Code.DOC_MISMATCH,

@@ -313,6 +313,20 @@ def test_damage_is_found_before_a_byte_is_handed_on(at):
     )
 
 
+def test_parts_with_equal_tensors_share_one_table():
+    """Memory and time of a reader don't grow with the number of parts times tensors."""
+    store = MemoryStore()
+    halves = (Box((0, 0), (3, 4)), Box((3, 0), (3, 4)))
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    save(store, *(snapshot(tensor("w", array, boxes=(half,))) for half in halves))
+
+    checkpoint = Checkpoint(store)
+    one, two = (checkpoint.open_part(number).part.holdings.table for number in (0, 1))
+
+    assert one is two
+    assert checkpoint.weights["w"][...].tolist() == array.tolist()
+
+
 def test_a_file_that_changes_while_it_is_read():
     """Row 58."""
     store = MemoryStore()

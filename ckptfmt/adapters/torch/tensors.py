@@ -84,7 +84,9 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
     Raises: StateError(STATE_UNSUPPORTED) for subclasses, sparse, quantized and nested tensors,
         unknown dtypes, and DTensors with partial placements.
     """
-    distributed = not is_plain(tensor) and is_distributed(tensor)
+    if is_plain(tensor) and _is_dense(tensor):
+        return  # the usual case
+    distributed = is_distributed(tensor)
     if not distributed and not is_plain(tensor):
         raise _unsupported(
             f"{type(tensor).__module__}.{type(tensor).__qualname__} is a kind of tensor of its own",
@@ -115,7 +117,7 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a plain tensor passes `check_tensor`."""
+    """Return whether a plain tensor passes the checks of `check_tensor`."""
     return (
         tensor.layout is torch.strided
         and tensor.dtype in DTYPE_NAMES
@@ -133,7 +135,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_meta(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on the meta device."""
-    return device_of(tensor) == "meta"
+    return local_of(tensor).is_meta
 
 
 def device_of(tensor: torch.Tensor) -> str:
@@ -498,7 +500,7 @@ def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: s
     check_tensor(tensor, where=where)
     local = local_of(tensor)
     torch_dtype(dtype, where=where)
-    if any(
+    if not local.is_contiguous() and any(
         stride == 0 and extent > 1
         for stride, extent in zip(local.stride(), local.shape, strict=True)
     ):
