@@ -82,13 +82,14 @@ def _read_checkpoints(
 
     Returns: the checkpoints; the name of the checkpoint that the run goes on from; the reasons, by
         name, of the committed checkpoints beside the lineage (passed over as damaged, or left by a
-        rollback); the errors of launch records.
+        rollback); the errors of the records of launches and labels.
     """
     # Holds are read before the registers, which show a save decided in between.
     held = launches_of(list_held(store))
     run = read_run(store)
     entries = list_checkpoints(store, run)
     launches, lost = read_launches(store, run)
+    lost += [entry.record for entry in entries if isinstance(entry.record, CkptError)]
     head = next(
         (entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None),
         None,

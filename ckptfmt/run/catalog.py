@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,7 @@ from ckptfmt.run.spent_time import read_goodput
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 
+_LOG: Final = logging.getLogger("ckptfmt")
 _STATES: Final = (
     (Manifest, "committed"),
     (Abort, "aborted"),
@@ -61,10 +63,12 @@ class RunCheckpoint:
             manifest.
         nbytes: size of all tensors in bytes.
         stored_nbytes: bytes of the tensors in the checkpoint's own files.
-        metrics, tags: metrics and tags, as recorded last.
+        metrics, tags: metrics and tags, as recorded last; those of the save if `labels_error`.
         suspect: why the checkpoint is suspect: the run doesn't go on from a suspect checkpoint
             unless a person chooses it. None if the checkpoint isn't suspect.
-        pinned: whether the checkpoint is pinned, and stays until unpinned.
+        pinned: whether the checkpoint is pinned, and stays until unpinned; true if `labels_error`.
+        labels_error: why the newest record of metrics, tags and pin can't be read; None if it is
+            read, or missing.
         durability: the least durable place of the files at the commit: "home", or "node" or "peers"
             for caches of nodes; None without a manifest.
     """
@@ -81,6 +85,7 @@ class RunCheckpoint:
     tags: tuple[str, ...] = ()
     suspect: str | None = None
     pinned: bool = False
+    labels_error: str | None = None
     durability: str | None = None
 
 
@@ -160,7 +165,8 @@ class Run:
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> RunCheckpoint:
         """Return the committed checkpoint with the best value of a metric; of equals the newest.
 
-        Suspect checkpoints don't count.
+        Suspect checkpoints don't count. A record of metrics that can't be read is logged as a
+        warning, and the metrics of the save are compared instead.
 
         Args:
             metric: the metric's name.
@@ -173,6 +179,11 @@ class Run:
             raise err(Code.ARGUMENT, f"{mode!r}: min or max", where="mode=")
         check_name(metric, "metric=")
         entries = [entry for entry in self._entries() if not entry.is_suspect]
+        for entry in entries:
+            if isinstance(entry.record, CkptError):
+                _LOG.warning(
+                    "%s is compared by the metrics of its save: %s", entry.name, entry.record
+                )
         found = sort_by_metric(entries, metric, mode)
         if not found:
             known = sorted({name for entry in entries for name in entry.labels.metrics})
@@ -479,6 +490,7 @@ def describe_entry(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
         tags=entry.labels.tags,
         suspect=entry.labels.suspect or None,
         pinned=entry.is_pinned,
+        labels_error=str(entry.record) if isinstance(entry.record, CkptError) else None,
     )
     manifest = entry.manifest
     if manifest is None:

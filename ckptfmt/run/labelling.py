@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
+from typing import Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, create_once, read_register, refusal_of
@@ -27,6 +29,7 @@ from ckptfmt.read.files import CheckpointFiles
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.store.protocol import Store
 
+_LOG: Final = logging.getLogger("ckptfmt")
 #: Number of repetitions of a change whose record number was taken by another process.
 _TRIES = 1000
 #: Time to wait for a cleaner about to retire a checkpoint to be pinned, in seconds.
@@ -144,11 +147,16 @@ def _read_newest(
     }
     for candidate in (*([number] if number else []), *sorted(older, reverse=True)):
         record = read_labels(store, checkpoint, candidate, run.run_id)
-        if isinstance(record, LabelsRecord):
-            # An unreadable record counts as a pin until the checkpoint is unpinned.
-            return dataclasses.replace(
-                record, number=number, pinned=record.pinned or candidate != number
+        if isinstance(record, CkptError):
+            path = f"{LABELS_FOLDER}/{labels_name(checkpoint, candidate)}"
+            _LOG.warning(
+                "the next record of labels goes without metrics and tags of %s: %s", path, record
             )
+            continue
+        # An unreadable record counts as a pin until the checkpoint is unpinned.
+        return dataclasses.replace(
+            record, number=number, pinned=record.pinned or candidate != number
+        )
     pinned = number > 0
     return LabelsRecord(
         run_id=run.run_id,

@@ -56,6 +56,20 @@ def test_ls_shows_what_there_is_to_load(call, call_json, run_path):
     ]
 
 
+def test_ls_says_which_labels_cannot_be_read(call, call_json, run_path):
+    ckptfmt.Run(run_path).tag("step-00000020-l0001", "best")
+    (record,) = (run_path / "labels").glob("step-00000020-*")
+    record.write_bytes(b"{")
+
+    code, out, _ = call("ls", run_path)
+    assert (code, "DOC_SYNTAX" in out, record.name in out) == (2, True, True)
+    code, answer = call_json("ls", run_path)
+    assert (code, [one["where"] for one in answer["problems"]]) == (2, [f"labels/{record.name}"])
+    told = {one["name"]: one["labels_error"] for one in answer["checkpoints"]}
+    assert "DOC_SYNTAX" in told.pop("step-00000020-l0001")
+    assert set(told.values()) == {None}
+
+
 def test_a_suspect_checkpoint_is_shown_and_why(call, call_json, tmp_path):
     """REQ-RUN-042: `ls`, `log`, `inspect` and `report` say what the run doesn't go on from."""
     with ckptfmt.Checkpointer(

@@ -544,6 +544,25 @@ def test_a_record_that_may_not_be_read_pins_and_stops_nobody() -> None:
     assert not run.list()[0].pinned
 
 
+def test_labels_that_cannot_be_read_are_told_wherever_they_matter(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An entry of a listing without its metrics looks like one that never had any."""
+    store, run = made(1, 2)
+    run.set_metrics(1, {"loss": 1})
+    locked = ckptfmt.Run(Locked(store))
+
+    first, second = locked.list()
+    assert "STORE_ACCESS" in str(first.labels_error)
+    assert (first.metrics, first.pinned, second.labels_error) == ({"loss": 9}, True, None)
+    assert locked.best("loss").step == 2
+    assert f"{first.name} is compared by the metrics of its save" in caplog.text
+    locked.tag(1, "b")
+    path = f"{LABELS_FOLDER}/{first.name}-0001.json"
+    assert f"goes without metrics and tags of {path}" in caplog.text
+    assert run.list()[0].tags == ("b", "s1")
+
+
 class Unlisted(Locked):
     """A store in which nobody may list the records of labels either."""
 
