@@ -261,7 +261,7 @@ class CheckpointFiles:
                 requirement="REQ-OPN-001",
             )
         with self.while_current():
-            return self.manifest, _read_index(self.store, self.manifest, self._tables)
+            return self.manifest, read_index(self.store, self.manifest, self._tables)
 
     def check_current(self) -> None:
         """Raise ReplacedError if the register no longer contains the opened manifest.
@@ -784,7 +784,7 @@ def read_manifest(store: Store) -> Manifest:
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
 
 
-def _read_index(store: Store, manifest: Manifest, known: dict[bytes, TensorTable]) -> Index:
+def read_index(store: Store, manifest: Manifest, known: dict[bytes, TensorTable]) -> Index:
     """Return the index named by a manifest, checked against the manifest.
 
     Args:

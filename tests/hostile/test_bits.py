@@ -24,8 +24,8 @@ EVERYTHING = read_all(MemoryStore.from_snapshot(FILES))
 def _parse_each_document_once(monkeypatch):
     """Parsing is a pure function of the bytes, so that the same bytes needn't be parsed a hundred thousand times."""
     monkeypatch.setattr(commit, "parse_register", functools.cache(parse_register))
-    monkeypatch.setattr(Index, "parse", staticmethod(functools.cache(Index.parse)))
-    monkeypatch.setattr(Part, "parse", staticmethod(functools.cache(Part.parse)))
+    monkeypatch.setattr(Index, "parse", _cached(Index.parse))
+    monkeypatch.setattr(Part, "parse", _cached(Part.parse))
     for module in (reader, verify_module):
         monkeypatch.setattr(module, "parse_tree", functools.cache(module.parse_tree))
     tiled: list[Index] = []
@@ -36,6 +36,17 @@ def _parse_each_document_once(monkeypatch):
             tiled.append(index)
 
     monkeypatch.setattr(files, "check_index_tiling", check_once)
+
+
+def _cached(parse):
+    """Return a `parse` that keeps its answers, and needs no cache of tables."""
+    kept = functools.cache(parse)
+
+    def parse_once(content, **arguments):
+        arguments.pop("known", None)
+        return kept(content, **arguments)
+
+    return staticmethod(parse_once)
 
 
 def assert_refused(path, content):

@@ -13,8 +13,8 @@ from ckptfmt.run import lineage
 from tests.mutants.mutant import Mutant, replaced
 
 
-def _parts_too(right: Any, store: Any, manifest: Any) -> Any:
-    index = right(store, manifest)
+def _parts_too(right: Any, store: Any, manifest: Any, known: Any) -> Any:
+    index = right(store, manifest, known)
     for number in range(len(index.parts)):
         store.read(part_path(manifest.origin.attempt, number), limit_nbytes=limits.MSGPACK_NBYTES)
     return index
