@@ -706,6 +706,13 @@ class Report:
         )
 
 
+def _await_savers() -> None:
+    """Wait for the savers of launches that ended with SAVE_PENDING: their saves go on."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ckptfmt-saver"):
+            thread.join(HANG_S)
+
+
 class Campaign:
     """Runs scenes in a directory of its own.
 
@@ -774,6 +781,7 @@ class Campaign:
         found += self._judge.find_silent(root)
         if name in ("resume", "first launch") and (left := _list_leftovers(root)):
             found.append(f"left: {left}")
+        _await_savers()
         if open_fd_count() > fd_count:
             found.append("a descriptor was left open")
         if fault is not None and failed:
