@@ -89,7 +89,7 @@ def _read_checkpoints(
     run = read_run(store)
     entries = list_checkpoints(store, run)
     launches, lost = read_launches(store, run)
-    lost += [entry.record for entry in entries if isinstance(entry.record, CkptError)]
+    lost += [entry.labels_error for entry in entries if entry.labels_error]
     head = next(
         (entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None),
         None,

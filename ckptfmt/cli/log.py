@@ -187,7 +187,7 @@ def read_history(place: Place) -> History:
             for entry in entries
             if isinstance(entry.register, CkptError)
         ]
-        + [entry.record for entry in entries if isinstance(entry.record, CkptError)],
+        + [entry.labels_error for entry in entries if entry.labels_error],
     )
 
 

@@ -180,9 +180,9 @@ class Run:
         check_name(metric, "metric=")
         entries = [entry for entry in self._entries() if not entry.is_suspect]
         for entry in entries:
-            if isinstance(entry.record, CkptError):
+            if entry.labels_error:
                 _LOG.warning(
-                    "%s is compared by the metrics of its save: %s", entry.name, entry.record
+                    "%s is compared by the metrics of its save: %s", entry.name, entry.labels_error
                 )
         found = sort_by_metric(entries, metric, mode)
         if not found:
@@ -490,7 +490,7 @@ def describe_entry(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
         tags=entry.labels.tags,
         suspect=entry.labels.suspect or None,
         pinned=entry.is_pinned,
-        labels_error=str(entry.record) if isinstance(entry.record, CkptError) else None,
+        labels_error=str(entry.labels_error) if entry.labels_error else None,
     )
     manifest = entry.manifest
     if manifest is None:

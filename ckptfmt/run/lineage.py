@@ -95,6 +95,11 @@ class RunEntry:
         return saved
 
     @property
+    def labels_error(self) -> CkptError | None:
+        """The error of the newest record about the checkpoint; None if it is read, or missing."""
+        return self.record if isinstance(self.record, CkptError) else None
+
+    @property
     def is_suspect(self) -> bool:
         """Whether the save recorded a fault: no launch resumes by lineage from such a checkpoint.
 

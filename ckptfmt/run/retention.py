@@ -881,7 +881,7 @@ def _find_need(
             "it is the last committed checkpoint of the run",
             f"It may go once the run has a newer one. {_ALL}",
         )
-    if isinstance(entry.record, CkptError):
+    if entry.labels_error:
         reason = f"it may be pinned: its newest record in {LABELS_FOLDER}/ can't be read"
         remedy = (
             f"ckptfmt repair {run} --with MIRROR restores the record. Without a mirror,"
