@@ -62,6 +62,8 @@ class Told(NamedTuple):
         damages: whether the memory of a survivor is damaged before the first regroup.
         homes: whether the run has two more homes.
         away: whether the first home goes away with the first death, and comes back at the end.
+        waits: for each generation the step before which all processes wait for the commit of the
+            newest save: a survivor that doesn't know of the commit yet reads the run.
     """
 
     place: str
@@ -76,6 +78,7 @@ class Told(NamedTuple):
     damages: bool = False
     homes: bool = False
     away: bool = False
+    waits: tuple[int, ...] = ()
 
 
 def train(variables: dict[str, str], told: Told) -> None:
@@ -161,8 +164,7 @@ class _Training:
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
             loss = model(self.inputs[next(batches)]).square().mean()
-            needs_commit = self.told.damages or self.told.away
-            if needs_commit and ("step", step) in self.told.deaths:
+            if self.told.waits[self.generation : self.generation + 1] == (step,):
                 self._wait_for_commit((step - 1) // EVERY * EVERY)
             self._die("step", step)
             loss.backward()
@@ -220,13 +222,15 @@ class _Training:
             self._die("commit", event.step)
 
     def _wait_for_commit(self, step: int) -> None:
-        """Wait until the run has the save of a step, which the others read from the run.
-
-        With three homes, another home then has the save before.
-        """
+        """Wait until all processes know of the commit of a step; another home then has the save."""
         end_s = time.monotonic() + WAIT_S
-        while step not in self.committed:
+        key = f"heard-{self.generation}"
+        has_heard = False
+        while not has_heard or self.store.add(key, 0) < self.told.world_size:
             assert time.monotonic() < end_s, f"the save of step {step} isn't committed"
+            if not has_heard and step in self.committed:
+                has_heard = True
+                self.store.add(key, 1)
             time.sleep(0.02)
 
     @contextlib.contextmanager

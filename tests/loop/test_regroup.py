@@ -171,7 +171,7 @@ def test_tensors_come_from_memory(tmp_path: Path, right: dict[int, Path]) -> Non
 def test_the_run_is_read_if_memory_is_damaged(tmp_path: Path, right: dict[int, Path]) -> None:
     """Each regroup failed with BLOCK_DIGEST. The slots serve again once a later save fills them."""
     deaths = [(1, (("step", 7),)), (1, (("step", 11),))]
-    ours = play(tmp_path / "run", 3, deaths, damages=True)
+    ours = play(tmp_path / "run", 3, deaths, damages=True, waits=(7, 11))
     assert differences(right[3], ours, 3) == []
     for rank in range(3):
         loads = [row for row in read(ours, rank) if row["kind"] == "load" and row["generation"]]
@@ -234,20 +234,26 @@ def test_replicas_on_other_nodes_go_on(tmp_path: Path, right: dict[int, Path], r
 def test_a_run_with_three_homes(
     tmp_path: Path, right: dict[int, Path], phase: str, rank: int
 ) -> None:
-    """The launch of the survivors and the replacement has votes of its own, at the same home."""
-    ours = play(tmp_path / "run", 2, [(rank, ((phase, 7 if phase == "step" else 6),))], homes=True)
+    """The launch of the survivors and the replacement has votes of its own, at the same home.
+
+    The save in which a process dies may have taken the slot of the save before.
+    """
+    step = {"step": 7, "save": 6}[phase]
+    waits = (7,) if phase == "step" else ()
+    ours = play(tmp_path / "run", 2, [(rank, ((phase, step),))], homes=True, waits=waits)
     assert differences(right[2], ours, 2) == []
     heads = [ckptfmt.Run(ours / name).newest() for name in ("run", *MORE_HOMES)]
     assert {(head.step, head.launch) for head in heads} == {(STEPS, 2)}
     assert len({head.digest for head in heads}) == 1
     survivor = [row for row in read(ours, 1 - rank) if row["kind"] == "load"][-1]
-    assert survivor["memory_nbytes"] > 0
+    assert survivor["memory_nbytes"] > 0 or phase == "save"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_home_goes_away_with_a_process(tmp_path: Path, right: dict[int, Path], rank: int) -> None:
     """The survivors go on at another home, by their memory if the newest save is there."""
-    ours = play(tmp_path / "run", 2, [(rank, (("step", 10),))], homes=True, away=True)
+    death = (rank, (("step", 10),))
+    ours = play(tmp_path / "run", 2, [death], homes=True, away=True, waits=(10,))
     assert differences(right[2], ours, 2) == []
     assert not (ours / "run").exists()
     heads = [ckptfmt.Run(ours / name).newest() for name in MORE_HOMES]
