@@ -9,6 +9,6 @@ Only the adapters import an implementation of the format. The rest of the packag
 
 from __future__ import annotations
 
-__version__ = "0.10.0"
+__version__ = "1.0.0rc1"
 
 __all__ = ["__version__"]
