@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
-    Saver = PathSaver  # the name until 1.0
+    Saver = PathSaver  # the name of 0.9 and 0.10, until 2.0
 
-__version__ = "0.10.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Auto",

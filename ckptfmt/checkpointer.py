@@ -151,7 +151,7 @@ class Checkpointer:
             for its own saves, in a thread for callbacks: a slow function delays only later calls.
             An exception in the function is logged. `close` waits for the calls.
         deprecated: keywords of version 0.9, which the groups replace. They give a
-            DeprecationWarning with the new form, and end with version 1.0.
+            DeprecationWarning with the new form, and end with version 2.0.
 
     Attributes:
         step: number of training steps done. An assignment counts steps as `end_step` does, and

@@ -1,6 +1,6 @@
 """The old place of `ckptfmt.loop.interval`, which docs/goodput.md named until 0.10.
 
-`ckptfmt.goodput.interval` is an alias until 1.0.
+`ckptfmt.goodput.interval` is an alias until 2.0.
 """
 
 from __future__ import annotations

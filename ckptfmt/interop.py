@@ -1,6 +1,6 @@
 """The old place of `ckptfmt.adapters.data_loaders`, which README named until 0.9.
 
-`ckptfmt.interop.loaders` is an alias until 1.0.
+`ckptfmt.interop.loaders` is an alias until 2.0.
 """
 
 from __future__ import annotations

@@ -609,7 +609,7 @@ def _tell_new_form(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> s
     if copies:
         new.append(f"copies=[{', '.join(copies)}]")
     remedy = f"Write Checkpointer(..., {', '.join(new)}) instead." if new else "Leave them out."
-    return f"{OLD_KEYWORD_WARNING}, which end with ckptfmt 1.0: {', '.join(deprecated)}. {remedy}"
+    return f"{OLD_KEYWORD_WARNING}, which end with ckptfmt 2.0: {', '.join(deprecated)}. {remedy}"
 
 
 def _make_groups(deprecated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_no_two_modules_have_a_class_of_one_name():
 
 def test_the_top_level_is_for_users():
     files = [path.name for path in PACKAGE.glob("*.py")]
-    assert len(files) <= 15, files  # goodput.py and interop.py go with 1.0
+    assert len(files) <= 15, files  # goodput.py and interop.py go with 2.0
 
 
 @pytest.mark.parametrize(

@@ -4,4 +4,4 @@ The distribution `ckptfmt-tools`, which the extra ``ckptfmt[tools]`` installs. `
 runs the commands by `ckptfmt_tools.handover`.
 """
 
-__version__ = "0.10.0"
+__version__ = "1.0.0rc1"
