@@ -33,7 +33,7 @@ Deaths = tuple[tuple[str, int], ...]
 
 
 def play(
-    place: Path, world_size: int, deaths: Sequence[tuple[int, Deaths]], **options: bool
+    place: Path, world_size: int, deaths: Sequence[tuple[int, Deaths]], **options: Any
 ) -> Path:
     """Train, and replace each process that dies.
 
