@@ -43,6 +43,7 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path, lighthouse, count):
     train("right")
     train("killed", kill_at=28)
     for replica in range(count):
+        trainings.await_savers(tmp_path / f"run-killed-{replica}")
         shutil.copytree(tmp_path / f"run-killed-{replica}", tmp_path / f"run-lost-{replica}")
     train("killed", "--declare")
     train("lost", "--lose-rng")

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from tests.plugins.trainings import compare, run_ranks
+from tests.plugins.trainings import await_savers, compare, run_ranks
 
 LAST_STEP = 12
 
@@ -101,6 +101,7 @@ def test_each_process_has_its_own_completions(tmp_path):
     told: dict[str, Any] = {"max_steps": 5, "saver": "process"}
     train(right, processes=2, **told)
     train(ours, processes=2, kill_at=WITHIN + 1, **told)
+    await_savers(ours / "out/ckptfmt")
     shutil.copytree(ours, tmp_path / "alone")
     train(ours, processes=2, **told)
     for rank in range(2):
