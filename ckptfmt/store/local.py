@@ -468,9 +468,9 @@ class LocalStore:
         The temporary name is removed.
 
         NFS repeats a request after a lost answer, and the second answer is EEXIST although the
-        first request created the name. The traditional test is a link count of two. The comparison
-        of inodes gives the same answer, and isn't misled by a backup that makes hard links. Once
-        the temporary name is removed, a request still in flight fails, so the answer is final.
+        first request created the name. The traditional test is a link count of two. A comparison of
+        inodes gives the same answer, and isn't misled by a backup that makes hard links. Once the
+        temporary name is removed, a request still in flight fails, so the answer is final.
 
         Raises:
             CkptError: ``STORE_NO_ANSWER`` if the outcome can't be determined.

@@ -95,8 +95,8 @@ class ObjectStore(HeldByLeases):
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix
             is used unchanged.
         writable: whether writing calls are allowed (otherwise ``STORE_ACCESS``). Once for each
-            bucket and process, the server is then tested: of several concurrent creations of one
-            name, exactly one must succeed.
+            bucket and process, the server is then tested: exactly one of several concurrent
+            creations of a name must succeed.
         config: options of the store, such as
             ``{"region": "eu-central-1", "endpoint": "https://..."}``.
         client_options: options of the HTTP client, such as
