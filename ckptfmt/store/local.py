@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import functools
 import os
 import re
 import stat
@@ -24,7 +23,6 @@ from ckptfmt.store.posix import Hold, PosixCalls, is_held
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
-    FunctionReader,
     Names,
     RangeReader,
     SizedChunks,
@@ -246,21 +244,7 @@ class LocalStore:
         with contextlib.ExitStack() as stack:
             fd, nbytes = self._reading(path, lambda: stack.enter_context(self._opened(path)))
             file = FileReader(self._calls, fd, nbytes=nbytes)
-            yield FunctionReader(functools.partial(self._read_open, path, file))
-
-    def _read_open(
-        self, path: str, file: FileReader, byte_begin: int, nbytes: int, buffer: memoryview
-    ) -> memoryview:
-        """Read exactly a range of an open file; see `RangeReader.read_into`."""
-        if not 0 <= byte_begin <= byte_begin + nbytes <= file.nbytes:
-            raise _too_short(path, byte_begin, nbytes, file.nbytes)
-        try:
-            found = file.read_into(byte_begin, nbytes, buffer)
-        except OSError:  # a second try opens the file anew and translates errors
-            return memoryview(self.read_range(path, byte_begin, nbytes))
-        if len(found) < nbytes:
-            raise _too_short(path, byte_begin, nbytes, byte_begin + len(found))
-        return found
+            yield _OpenFile(self, path, file)
 
     def waits(self, path: str) -> bool:
         """Return whether most of a file is missing from the page cache; see `Store.waits`."""
@@ -645,6 +629,33 @@ class LocalStore:
         return err(
             code, detail, where=path, requirement=_CLAUSES.get(code), remedy=remedy_of(error)
         )
+
+
+class _OpenFile:
+    """A `RangeReader` of an open file.
+
+    Args:
+        store: the store, which reads a range anew after an error.
+        path: the file's path in the store.
+        file: the reader of the open descriptor.
+    """
+
+    def __init__(self, store: LocalStore, path: str, file: FileReader) -> None:
+        self._store = store
+        self._path = path
+        self._file = file
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """Read exactly a range; see `RangeReader.read_into`."""
+        if not 0 <= byte_begin <= byte_begin + nbytes <= self._file.nbytes:
+            raise _too_short(self._path, byte_begin, nbytes, self._file.nbytes)
+        try:
+            found = self._file.read_into(byte_begin, nbytes, buffer)
+        except OSError:  # a second try opens the file anew and translates errors
+            return memoryview(self._store.read_range(self._path, byte_begin, nbytes))
+        if len(found) < nbytes:
+            raise _too_short(self._path, byte_begin, nbytes, byte_begin + len(found))
+        return found
 
 
 def _regular_nbytes(status: os.stat_result, path: str) -> int:
