@@ -10,6 +10,7 @@ import dataclasses
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -126,13 +127,28 @@ class ChosenHome:
     reports: tuple[str, ...]
 
 
+def _run_of(views: Mapping[int, _View]) -> str:
+    """Return the id of the run with the most homes here, whichever home answered first.
+
+    Of several such runs, the run of the place that was given first counts.
+    """
+    homes = [home for number in sorted(views) if (home := views[number].home) is not None]
+    return Counter(home.run_id for home in homes).most_common(1)[0][0]
+
+
 def _find_ids(views: Mapping[int, _View]) -> tuple[set[str], set[str]]:
     """Return the ids of the homes of a run, and the ids that the newest vote may have set.
 
     Both are empty before the first vote. A launch that changes the homes records them behind its
     votes. In between, only a launch with a majority of both sets may begin.
     """
-    places = [(view.home, view.vote) for view in views.values() if view.home is not None]
+    # A home of another run has launches and votes of its own.
+    run_id = _run_of(views)
+    places = [
+        (view.home, view.vote)
+        for view in views.values()
+        if view.home is not None and view.home.run_id == run_id
+    ]
     newest = max((home for home, _ in places), key=lambda home: home.launch)
     # A vote from before the home had this id tells nothing of the homes.
     votes = [vote for home, vote in places if vote is not None and home.home in vote.homes]
@@ -376,7 +392,7 @@ class RunHomes:
         Raises: StoreError(HOMES_AWAY). Spec: REQ-RUN-070.
         """
         ids = {n: view.home.home for n, view in views.items() if view.home is not None}
-        run_id = next(view.home.run_id for view in views.values() if view.home is not None)
+        run_id = _run_of(views)
         known, doubted = _find_ids(views)
         is_new = not known
         known = known or set(ids.values())

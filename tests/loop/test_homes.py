@@ -656,11 +656,18 @@ def test_a_failed_answer_stops_no_later_save(homes: Directories) -> None:
     assert len(set(homes.heads())) == 1
 
 
-def test_a_home_of_another_run_is_away(homes: Directories, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("launches", [1, 3])
+def test_a_home_of_another_run_is_away(
+    homes: Directories, tmp_path: Path, launches: int, place: int
+) -> None:
+    """The run of most places counts, whichever answers first and has more launches."""
     train(homes.paths, 4)
     other = Directories(tmp_path / "other")
-    train(other.paths, 4)
-    places = [*homes.paths[:2], other.paths[2]]
+    for number in range(launches):
+        train(other.paths, 4 * number + 4)
+    places = list(homes.paths)
+    places[place] = other.paths[place]
     _, checkpointer = train(places, 8)
     assert "isn't a home of the run" in checkpointer.reports[0]
     assert len(set(other.heads())) == 1
