@@ -27,7 +27,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import LocalStore, is_url, split_path
 from ckptfmt.store.protocol import Store
-from ckptfmt.store.symlinks import detach_link
+from ckptfmt.store.symlinks import detach_link, is_link
 
 #: Directory in which writers that share a token exchange messages: `ckptfmt.group.EXCHANGE`.
 _MET: Final = "exchange/"
@@ -94,10 +94,10 @@ def own_place(path: str | os.PathLike[str] | Store) -> None:
     The checkpoint at the link's target stays as it is. A link to a directory with other files stays
     a link.
 
-    Raises: the errors of `check_no_run`; StoreError(STORE_UNSUPPORTED).
+    Raises: the errors of `check_no_run`; StoreError(STORE_UNSUPPORTED, STORE_IO).
     """
     if isinstance(path, str | os.PathLike) and not is_url(path):
-        if os.path.islink(path):  # noqa: PTH114
+        if is_link(path):
             leads_to = LocalStore(path, writable=False)
             check_no_run(leads_to, replace=True)
             found = [] if read_register(leads_to) else leads_to.list("")

@@ -1,4 +1,4 @@
-"""Atomic replacement of a symbolic link to a checkpoint by a directory."""
+"""Symbolic links to checkpoints, and their atomic replacement by directories."""
 
 from __future__ import annotations
 
@@ -7,15 +7,44 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from typing import Final
 
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import Code, err, remedy_of
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
 
 #: The end of a temporary directory's name, after the link's name. An interrupted call leaves such
 #: directories.
 _LEFTOVER: Final = re.compile(r"[0-9a-f]{16}(?:-gone)?")
+#: The errors of a path without a file. A null character in a path is a ValueError.
+_MISSING: Final = (FileNotFoundError, NotADirectoryError, ValueError)
+
+
+def is_link(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a symbolic link; False without a file of the path.
+
+    Unlike `os.path.islink`, the function doesn't take a failed call for an answer: a save that
+    replaces would write to the target of the link.
+
+    Raises: StoreError(STORE_IO).
+    """
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except _MISSING:
+        return False
+    except OSError as error:
+        detail = f"it can't be told whether this is a symbolic link: {error.strerror}"
+        raise err(Code.STORE_IO, detail, where=str(path), remedy=remedy_of(error)) from error
+
+
+def _is_there(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a file, also a dangling link. Raises: OSError."""
+    try:
+        os.lstat(path)
+    except _MISSING:
+        return False
+    return True
 
 
 def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None) -> None:
@@ -27,7 +56,7 @@ def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None
 
     Raises:
         CkptError: ``STORE_UNSUPPORTED`` where the file system can't exchange names or make hard
-            links; the link is then unchanged. The errors of opening a directory.
+            links; the link is then unchanged. The errors of `is_link` and of opening a directory.
     """
     calls = PosixCalls() if calls is None else calls
     path = os.path.abspath(path)
@@ -37,12 +66,12 @@ def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None
     try:
         with contextlib.suppress(OSError):
             _remove_leftovers(parent, prefix)
-        if not os.path.islink(path):
+        if not is_link(path):
             return
         copy = f"{prefix}{secrets.token_hex(8)}"
         directory = calls.open_root(parent)
         try:
-            if os.path.lexists(target):
+            if _is_there(target):
                 _link_tree(target, os.path.join(parent, copy))
                 calls.fsync_directory(directory)
                 calls.exchange(copy, name, directory)

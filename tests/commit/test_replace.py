@@ -214,6 +214,33 @@ def test_a_link_gives_way_to_a_checkpoint_of_its_own(tmp_path: pathlib.Path, how
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
 
 
+@pytest.mark.parametrize("failing", range(1, 18))
+def test_a_look_at_a_link_that_fails_costs_no_checkpoint(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """A link that was taken for a directory had the save write to the link's target."""
+    replace(tmp_path / "best", 1)
+    link = tmp_path / "last"
+    link.symlink_to("best")
+    right = os.lstat
+    looks = 0
+
+    def lstat(path: Any, **options: Any) -> os.stat_result:
+        nonlocal looks
+        looks += str(path).startswith(str(tmp_path))
+        if looks == failing:
+            looks += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return right(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", lstat)
+        with contextlib.suppress(ckptfmt.CkptError):
+            replace(link, 2)
+    assert number_at(tmp_path / "best") == 1
+    assert number_at(link) in (1, 2)
+
+
 @pytest.mark.parametrize("moment", ["mkdir", "link", "exchange", "unlink"])
 def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(
     tmp_path: pathlib.Path, moment: str
