@@ -136,14 +136,13 @@ def _run_of(views: Mapping[int, _View]) -> str:
     return Counter(home.run_id for home in homes).most_common(1)[0][0]
 
 
-def _find_ids(views: Mapping[int, _View]) -> tuple[set[str], set[str]]:
-    """Return the ids of the homes of a run, and the ids that the newest vote may have set.
+def _find_ids(views: Mapping[int, _View], run_id: str) -> tuple[set[str], set[str]]:
+    """Return the ids of the homes of the run, and the ids that the newest vote may have set.
 
     Both are empty before the first vote. A launch that changes the homes records them behind its
     votes. In between, only a launch with a majority of both sets may begin.
     """
     # A home of another run has launches and votes of its own.
-    run_id = _run_of(views)
     places = [
         (view.home, view.vote)
         for view in views.values()
@@ -393,7 +392,7 @@ class RunHomes:
         """
         ids = {n: view.home.home for n, view in views.items() if view.home is not None}
         run_id = _run_of(views)
-        known, doubted = _find_ids(views)
+        known, doubted = _find_ids(views, run_id)
         is_new = not known
         known = known or set(ids.values())
         members = {n: views[n] for n, home_id in ids.items() if home_id in known}

@@ -17,8 +17,6 @@ from ckptfmt.store.protocol import TEMPORARY_PREFIX
 #: The end of a temporary directory's name, after the link's name. An interrupted call leaves such
 #: directories.
 _LEFTOVER: Final = re.compile(r"[0-9a-f]{16}(?:-gone)?")
-#: The errors of a path without a file. A null character in a path is a ValueError.
-_MISSING: Final = (FileNotFoundError, NotADirectoryError, ValueError)
 
 
 def is_link(path: str | os.PathLike[str]) -> bool:
@@ -30,21 +28,19 @@ def is_link(path: str | os.PathLike[str]) -> bool:
     Raises: StoreError(STORE_IO).
     """
     try:
-        return stat.S_ISLNK(os.lstat(path).st_mode)
-    except _MISSING:
-        return False
+        status = _look(path)
     except OSError as error:
         detail = f"it can't be told whether this is a symbolic link: {error.strerror}"
         raise err(Code.STORE_IO, detail, where=str(path), remedy=remedy_of(error)) from error
+    return status is not None and stat.S_ISLNK(status.st_mode)
 
 
-def _is_there(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a file, also a dangling link. Raises: OSError."""
+def _look(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """Return the status of a file or link; None without a file of the path. Raises: OSError."""
     try:
-        os.lstat(path)
-    except _MISSING:
-        return False
-    return True
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character
+        return None
 
 
 def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None) -> None:
@@ -71,7 +67,7 @@ def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None
         copy = f"{prefix}{secrets.token_hex(8)}"
         directory = calls.open_root(parent)
         try:
-            if _is_there(target):
+            if _look(target) is not None:
                 _link_tree(target, os.path.join(parent, copy))
                 calls.fsync_directory(directory)
                 calls.exchange(copy, name, directory)
@@ -99,7 +95,7 @@ def _remove_leftovers(parent: str, prefix: str) -> None:
 
 
 def _link_tree(source: str, copy: str) -> None:
-    """Create a durable directory whose files are hard links to another directory's files."""
+    """Create a durable directory of hard links to the files of another directory."""
     os.mkdir(copy)
     for name in os.listdir(source):
         old = os.path.join(source, name)

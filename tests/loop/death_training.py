@@ -164,7 +164,7 @@ class _Training:
             if self.told.draws and checkpointer.rewinds:
                 torch.rand(1)
             loss = model(self.inputs[next(batches)]).square().mean()
-            if self.told.waits[self.generation : self.generation + 1] == (step,):
+            if (self.generation, step) in enumerate(self.told.waits):
                 self._wait_for_commit((step - 1) // EVERY * EVERY)
             self._die("step", step)
             loss.backward()
