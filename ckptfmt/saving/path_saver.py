@@ -20,6 +20,7 @@ from ckptfmt.saving.saves import Saves, Saving
 from ckptfmt.state import State, check_state
 from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store
+from ckptfmt.store.symlinks import remove_link
 
 
 class PathSaver:
@@ -198,8 +199,7 @@ class PathSaver:
             the deadline; StoreError.
         Spec: REQ-CMT-045.
         """
-        if isinstance(path, str | os.PathLike) and Path(path).is_symlink():
-            Path(path).unlink()
+        if isinstance(path, str | os.PathLike) and remove_link(path):
             return
         place = open_store(path, writable=False)
         check_removable(place, is_in_run=is_run(place))

@@ -22,17 +22,32 @@ _LEFTOVER: Final = re.compile(r"[0-9a-f]{16}(?:-gone)?")
 def is_link(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a symbolic link; False without a file of the path.
 
-    Unlike `os.path.islink`, the function doesn't take a failed call for an answer: a save that
-    replaces would write to the target of the link.
+    A slash at the path's end doesn't matter. Unlike `os.path.islink`, the function doesn't take a
+    failed call for an answer: a save that replaces would write to the target of the link.
 
     Raises: StoreError(STORE_IO).
     """
     try:
-        status = _look(path)
+        status = _look(os.path.abspath(path))
     except OSError as error:
         detail = f"it can't be told whether this is a symbolic link: {error.strerror}"
         raise err(Code.STORE_IO, detail, where=str(path), remedy=remedy_of(error)) from error
     return status is not None and stat.S_ISLNK(status.st_mode)
+
+
+def remove_link(path: str | os.PathLike[str]) -> bool:
+    """Remove a symbolic link, and return whether the path was a link. The link's target stays.
+
+    Raises: StoreError(STORE_IO).
+    """
+    if not is_link(path):
+        return False
+    try:
+        os.unlink(os.path.abspath(path))
+    except OSError as error:
+        detail = f"the symbolic link can't be removed: {error.strerror}"
+        raise err(Code.STORE_IO, detail, where=str(path), remedy=remedy_of(error)) from error
+    return True
 
 
 def _look(path: str | os.PathLike[str]) -> os.stat_result | None:

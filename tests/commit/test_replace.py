@@ -241,6 +241,41 @@ def test_a_look_at_a_link_that_fails_costs_no_checkpoint(
     assert number_at(link) in (1, 2)
 
 
+@pytest.mark.parametrize("call", ["lstat", "unlink"])
+def test_a_link_that_cannot_be_removed_costs_no_checkpoint(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A failed look at the link was a bare OSError."""
+    replace(tmp_path / "best", 1)
+    link = tmp_path / "last"
+    link.symlink_to("best")
+
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        assert code_of(lambda: PathSaver().remove(link)) == Code.STORE_IO
+    assert link.is_symlink()
+    assert number_at(tmp_path / "best") == 1
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_slash_behind_a_link_changes_nothing(tmp_path: pathlib.Path, slash: str) -> None:
+    """The check of what the link leads to was left out."""
+    with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").write_bytes(b"mine")
+    for name in ("run", "others"):
+        (tmp_path / f"to-{name}").symlink_to(name)
+    assert code_of(lambda: replace(f"{tmp_path}/to-run{slash}", 2)) == Code.CHECKPOINT_EXISTS
+    replace(f"{tmp_path}/to-others{slash}", 2)
+    assert (tmp_path / "to-run").is_symlink()
+    assert (tmp_path / "to-others").is_symlink()
+    assert number_at(tmp_path / "others") == 2
+
+
 @pytest.mark.parametrize("moment", ["mkdir", "link", "exchange", "unlink"])
 def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(
     tmp_path: pathlib.Path, moment: str
@@ -535,9 +570,10 @@ def test_what_is_removed_is_gone_and_nothing_else(tmp_path: pathlib.Path) -> Non
         replace(tmp_path / name, 1)
     (tmp_path / "other" / "notes.txt").write_bytes(b"mine")
     (tmp_path / "link").symlink_to("left")
+    (tmp_path / "slash").symlink_to("left")
     removing = PathSaver()
-    for name in ("one", "other", "link"):
-        removing.remove(tmp_path / name)
+    for name in ("one", "other", "link", "slash"):
+        removing.remove(f"{tmp_path / name}/" if name == "slash" else tmp_path / name)
         assert code_of(lambda n=name: removing.remove(tmp_path / n)) == Code.NOT_COMMITTED
     assert sorted(path.name for path in tmp_path.iterdir()) == ["left", "other"]
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
