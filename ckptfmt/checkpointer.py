@@ -1213,6 +1213,7 @@ class Checkpointer:
             remedy = "restore() and steps() resume; call rewind() in a step, or after one."
             raise err(Code.ARGUMENT, what, where="rewind()", remedy=remedy)
         assert self.launch is not None  # noqa: S101
+        own = self.launch.launch
         group = self._group
         state = self._count.state
         self._pace.rest()
@@ -1220,7 +1221,7 @@ class Checkpointer:
         snapshots = group.together(
             lambda: self._saves.snapshots(self._pace.rest_s(self._deadline_s))
         )
-        resume = group.run_on_first(lambda: choose_save(self._store, to))
+        resume = group.run_on_first(lambda: choose_save(self._store, to, launch=own))
         step = self.step + self._count.is_under_way
         samplers = list(find_samplers(state))
         keeps = not have_fetched_ahead(samplers, step)
@@ -1247,7 +1248,7 @@ class Checkpointer:
             deadline_s=self._deadline_s,
             cache=self._cache,
             trusted=set.intersection(*(set(theirs["attempts"]) for theirs in told)),
-            after=self.launch.launch,
+            after=own,
             signer=self._signer,
             require_signature=self._trust,
             homes=self._homes,

@@ -15,7 +15,13 @@ from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.canonical import fit_string
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import Code, err
-from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches, read_known_run
+from ckptfmt.run.lineage import (
+    check_not_fenced,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+    read_known_run,
+)
 from ckptfmt.state import State
 from ckptfmt.store.protocol import Store
 
@@ -31,14 +37,16 @@ REMADE: Final = (
 )
 
 
-def choose_save(store: Store, to: int | str | None) -> str:
+def choose_save(store: Store, to: int | str | None, *, launch: int | None = None) -> str:
     """Return the value of `resume=` for a rewind; on process 0 only.
 
     Args:
         store: store rooted at the run.
         to: see `Checkpointer.rewind`.
+        launch: number of the launch that goes back; None to accept any newest launch.
 
-    Raises: IntegrityError(NOT_COMMITTED) if the run has no such save; StateError(ARGUMENT).
+    Raises: IntegrityError(NOT_COMMITTED) if the run has no such save; StateError(ARGUMENT);
+        FencedError(FENCED) instead of NOT_COMMITTED after the begin of a newer launch.
     """
     is_step = hasattr(to, "__index__") and not isinstance(to, bool)
     if not (to is None or is_step or isinstance(to, str)) or to in ("auto", "fresh"):
@@ -50,6 +58,7 @@ def choose_save(store: Store, to: int | str | None) -> str:
         manifests = {entry.name: entry.manifest for entry in entries}
         if any(found and to in (name, found.digest) for name, found in manifests.items()):
             return to
+        _check_newest(store, launch)
         raise err(
             Code.NOT_COMMITTED,
             f"the run has no committed checkpoint of the name or digest {to!r}",
@@ -66,6 +75,7 @@ def choose_save(store: Store, to: int | str | None) -> str:
     most = None if to is None else operator.index(to)
     name = next((entry.name for entry in saved if most is None or entry.step <= most), None)
     if name is None:
+        _check_newest(store, launch)
         until = "" if most is None else f" of step {most} or earlier"
         raise err(
             Code.NOT_COMMITTED,
@@ -74,6 +84,11 @@ def choose_save(store: Store, to: int | str | None) -> str:
             remedy="Save before the first step that may fail: checkpointer.save().",
         )
     return name
+
+
+def _check_newest(store: Store, launch: int | None) -> None:
+    if launch is not None:
+        check_not_fenced(store, launch)
 
 
 def can_skip(state: State) -> bool:

@@ -471,14 +471,17 @@ def test_a_load_that_fails_leaves_nothing_to_save(
         assert checkpointer.step == 8
 
 
-def test_a_launch_that_was_overtaken_doesnt_go_back(tmp_path: Path) -> None:
-    def act(checkpointer: Any, _training: Training, step: int) -> None:
-        if step == 9:
+@pytest.mark.parametrize(("step", "to"), [(9, None), (2, None), (9, 1), (9, "step-00000001-l0001")])
+def test_a_launch_that_was_overtaken_doesnt_go_back(tmp_path: Path, step: int, to: Any) -> None:
+    """Without a save to go back to, NOT_COMMITTED hid the newer launch."""
+
+    def act(checkpointer: Any, _training: Training, now: int) -> None:
+        if now == step:
             other = Training()
             with ckptfmt.Checkpointer(tmp_path, other.state) as newer:
                 assert newer.launch is not None
             with pytest.raises(CkptError) as refused:
-                checkpointer.rewind()
+                checkpointer.rewind(to)
             assert refused.value.code == Code.FENCED
             raise KeyboardInterrupt
 
