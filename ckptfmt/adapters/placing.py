@@ -148,7 +148,7 @@ class Placer:
             else self.fresh(value, child_name(name, key))
             for key, value in taken.items()
         }
-        self.plan.actions.append(lambda: live.update(placed))
+        self.plan.actions.append(lambda: _update(live, placed))
 
     def _place_items(self, live: Any, saved: Any, name: str) -> Any:
         before: list[Any] = list(live) if len(live) == len(saved) else [None] * len(saved)
@@ -416,6 +416,13 @@ def _dtype_name(live: Any, where: str) -> str:
 def _is_tensor(value: object) -> bool:
     side = torch_side()
     return isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value))
+
+
+def _update(live: MutableMapping[Any, Any], placed: dict[Any, Any]) -> None:
+    """Set the placed items, and their order if all items of the mapping are placed."""
+    if live.keys() == placed.keys() and list(live) != list(placed):
+        live.clear()
+    live.update(placed)
 
 
 def _refill(live: Any, items: Any) -> None:

@@ -210,7 +210,11 @@ def held_streams(holder: object, prefix: str, side: Any) -> list[LiveRngStream]:
 def _held_by(unit: Unit, side: Any) -> Iterator[tuple[str, object]]:
     """Yield the path and the generator of each generator in an object's attributes."""
     if unit.kind is Kind.MODULE:
-        yield from side.generators_of(unit.value)
+        yield from side.generators_of(unit.value, functools.partial(is_generator, side=side))
+        return
+    if unit.kind is Kind.OPTIMIZER:
+        attributes = list(attributes_of(unit.value).items())
+        yield from ((name, part) for name, part in attributes if is_generator(part, side))
         return
     value = unit.value.loader if isinstance(unit.value, PassiveLoader) else unit.value
     # Classes of ckptfmt save and restore their own generators.

@@ -116,6 +116,15 @@ class Unheld:
         found = [*self._found, *self._find_draws(draws)]
         early = self._early or ()
         found += [_of_loader(loader) for loader in self._begun_loaders() if loader not in early]
+        parts = side.list_unheld_parts(values)
+        found += [_of_part(side, part) for part in parts if not is_copied(part)]
+        trained = (
+            parameter
+            for optimizer in side.list_optimizers(values)
+            for parameter in side.list_parameters(optimizer)
+        )
+        names = side.list_unsaved_parameters(live.views.values(), trained)
+        found += [_of_parameter(name) for name in names[:1]]
         if self._watch is not None:
             self._watch.follow(side.list_optimizers(values))
             parameters = (tensor for value in values for tensor in side.list_parameters(value))
@@ -225,3 +234,19 @@ def _of_optimizer(optimizer: Any) -> Unsaved:
         " 'second': other})"
     )
     return Unsaved("OPTIMIZER_NOT_SAVED", text)
+
+
+def _of_part(side: Any, optimizer: object) -> Unsaved:
+    text = (
+        f"an optimizer of the State holds another one ({side.describe(optimizer)}), whose state no"
+        " save has: give that object too, as in State(extra={'base': optimizer.base_optimizer})"
+    )
+    return Unsaved("OPTIMIZER_NOT_SAVED", text)
+
+
+def _of_parameter(name: str) -> Unsaved:
+    text = (
+        f"the state_dict of the module leaves out {name}, which an optimizer of the State trains:"
+        " let its state_dict and its hooks keep all trained parameters"
+    )
+    return Unsaved("PARAMETER_NOT_SAVED", text)

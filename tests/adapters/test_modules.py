@@ -625,3 +625,67 @@ def test_parts_with_different_tensors_of_one_name_are_refused():
     with pytest.raises(StateError, match="Parts holds a dict") as caught:
         save(State(weights=Parts([{"w": torch.zeros(1)}])))
     assert caught.value.code == Code.ARGUMENT
+
+
+class Scaled(nn.Module):
+    """A module that initialises itself by the first batch, unless weights were loaded."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(2))
+        self.is_ready = False
+        if how == "post hook":
+            self.register_load_state_dict_post_hook(lambda module, _: module.note())
+        if how == "pre hook":
+            self.register_load_state_dict_pre_hook(lambda module, *_: module.note())
+
+    def note(self):
+        self.is_ready = True
+
+
+class ScaledByOverride(Scaled):
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        self.note()
+
+
+class ScaledByItself(Scaled):
+    def load_state_dict(self, state_dict):  # type: ignore[override] # without strict and assign
+        super().load_state_dict(state_dict)
+        self.note()
+
+
+def scaled(how):
+    if how == "load_state_dict":
+        return ScaledByItself(how)
+    inner = ScaledByOverride(how) if how == "override" else Scaled(how)
+    return nn.Sequential(nn.Linear(2, 2), inner)
+
+
+@pytest.mark.parametrize("how", ["post hook", "pre hook", "override", "load_state_dict"])
+def test_a_load_runs_what_runs_in_a_load_of_torch(how):
+    """A module with an initialisation by the first batch lost its loaded weights."""
+    saved, live, other = scaled(how), scaled(how), scaled(how)
+    nn.init.ones_(list(saved.parameters())[-1])
+    checkpoint = save(State(weights={"own": saved, "other": saved}))
+
+    load(State(weights={"own": live, "other": other}), checkpoint, only="own")
+
+    inner = [one if isinstance(one, Scaled) else one[-1] for one in (live, other)]
+    assert [one.is_ready for one in inner] == [True, False]
+    for mine, theirs in zip(live.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_error_of_a_modules_own_load_says_whose_it_is():
+    def fail(*_):
+        raise ValueError("no")
+
+    saved = nn.Linear(2, 2)
+    live = nn.Linear(2, 2)
+    live.register_load_state_dict_post_hook(fail)
+    with pytest.raises(ValueError, match="no") as raised:
+        load(State(weights=live), save(State(weights=saved)))
+    assert any(
+        "load_state_dict of the module in weights" in note for note in raised.value.__notes__
+    )

@@ -617,3 +617,31 @@ def test_an_optimizer_in_extra_has_names_of_its_own():
     assert ("optimizer", "extra/outer/weight/momentum_buffer", "global") in checkpoint.tensors
     assert bits(outer_again.state_dict()) == bits(outer.state_dict())
     assert bits(inner_again.state_dict()) == bits(inner.state_dict())
+
+
+def test_two_optimizers_of_one_parameter_have_names_of_their_own():
+    """The one without a state got the other's moments, under T1."""
+
+    def build():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+        warm = torch.optim.AdamW(net[1].parameters(), lr=3e-2)
+        return net, warm, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    net, warm, full = build()
+    for optimizer in (warm, warm, full):
+        net(torch.ones(4, 1)).square().mean().backward()
+        optimizer.step()
+        net.zero_grad()
+    with pytest.raises(StateError, match=r"STATE_NAME at optimizer:full.*extra=\{'full'"):
+        save(State(weights=net, optimizer={"warm": warm, "full": full}))
+    checkpoint = save(State(weights=net, optimizer=warm, extra={"full": full}))
+
+    other, its_warm, its_full = build()
+    load(State(weights=other, optimizer=its_warm, extra={"full": its_full}), checkpoint)
+
+    for mine, theirs in ((warm, its_warm), (full, its_full)):
+        members = zip(mine.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True)
+        for left, right in members:
+            for key, value in mine.state[left].items():
+                assert torch.equal(value, theirs.state[right][key])

@@ -347,3 +347,15 @@ def test_tied_weights_have_all_their_names_without_a_state():
     weights = load_trees(save(State(weights=net)))["weights"]
 
     assert weights["a"] is weights["b"]
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_the_order_of_a_mapping_comes_back(kind):
+    """A live mapping with the same keys kept its own order."""
+    saved = kind(b=1, c=2, a=3)
+    checkpoint = save(State(data={"queue": saved}))
+    live = kind(a=0, b=0, c=0)
+
+    load(State(data={"queue": live}), checkpoint)
+
+    assert list(live.items()) == [("b", 1), ("c", 2), ("a", 3)]

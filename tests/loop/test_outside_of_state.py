@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,81 @@ def second_model(this: Any) -> None:
     this.after.append(train)
 
 
+class Sharp(torch.optim.Optimizer):
+    """A SAM: the optimizer in an attribute has the momenta, which no state_dict of this one has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, "momentum": 0.9})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.01, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # no loss
+        del closure
+        self.base_optimizer.step()
+
+
+class SharpByItself(Sharp):
+    """A SAM that loads as the published one does."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+def sharp(this: Any, kind: type[Sharp] = Sharp) -> None:
+    optimizer = kind(this.model.parameters())
+    this.given["optimizer"] = optimizer
+    this.is_due = lambda _: False
+    this.after += [lambda _: optimizer.step(), lambda _: optimizer.zero_grad()]
+
+
+def sharp_by_itself(this: Any) -> None:
+    sharp(this, SharpByItself)
+
+
+def sharp_held(this: Any) -> None:
+    sharp(this)
+    this.given["extra"] = {"base": this.given["optimizer"].base_optimizer}
+
+
+def left_out_by_a_hook(this: Any) -> None:
+    def drop(_module: object, state: Any, prefix: str, _: object) -> None:
+        state.pop(f"{prefix}bias")
+
+    this.model.register_state_dict_post_hook(drop)
+
+
+def frozen_left_out_by_a_hook(this: Any) -> None:
+    base = nn.Linear(1, 1).requires_grad_(requires_grad=False)
+    left_out_by_a_hook(types.SimpleNamespace(model=base))
+    nn.init.ones_(base.weight)
+    nn.init.ones_(base.bias)
+    this.model = nn.Sequential(this.model, base)
+    this.given["weights"] = this.model
+
+
+def accumulation_of_biases(this: Any) -> None:
+    """Only some of an optimizer's parameters are trained."""
+    width = 40
+    layers = [nn.Linear(1, 1) for _ in range(width)]
+    for layer in layers:
+        layer.weight.requires_grad = False
+    this.model.requires_grad_(requires_grad=False)
+    this.model = nn.Sequential(this.model, *layers)
+    optimizer = torch.optim.SGD(this.model.parameters(), lr=1e-3)
+    this.given |= {"weights": this.model, "optimizer": optimizer}
+    this.is_due = lambda _: False
+    due: list[object] = []
+
+    def step(_: object) -> None:
+        due.append(None)
+        if len(due) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    this.after.append(step)
+
+
 def accumulation(this: Any) -> None:
     this.is_due = lambda step: (step + 1) % 4 == 0
 
@@ -149,6 +225,10 @@ def accumulation_beside(this: Any) -> None:
         (rebound_optimizer, "OPTIMIZER_NOT_SAVED", "AdamW"),
         (second_optimizer, "OPTIMIZER_NOT_SAVED", "Adam"),
         (second_model, "OPTIMIZER_NOT_SAVED", "Adam"),
+        (sharp, "OPTIMIZER_NOT_SAVED", "SGD"),
+        (sharp_by_itself, "OPTIMIZER_NOT_SAVED", "SGD"),
+        (left_out_by_a_hook, "PARAMETER_NOT_SAVED", "bias"),
+        (accumulation_of_biases, "GRADIENTS_PENDING", "backward()"),
         (accumulation, "GRADIENTS_PENDING", "backward()"),
         (never_cleared, "GRADIENTS_PENDING", "backward()"),
         (accumulation_beside, "GRADIENTS_PENDING", "backward()"),
@@ -255,6 +335,8 @@ def inner_loop(this: Any) -> None:
         cleared_first,
         zeros_kept,
         held_schedules,
+        sharp_held,
+        frozen_left_out_by_a_hook,
         adversary,
         frozen_beside,
         trainer,
@@ -357,36 +439,51 @@ class Augment:
 
 
 class Noisy(nn.Linear):
-    """A module with a generator of its own."""
+    """A module with generators of its own."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(2, 2)
         self.random = torch.Generator().manual_seed(seed)
+        self.of_numpy = np.random.default_rng(seed)
+        self.of_python = random.Random(seed)
+
+
+class Langevin(torch.optim.SGD):
+    """An optimizer that draws from a generator of its own."""
+
+    def __init__(self, parameters: Any, seed: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.random = torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize(
-    "kind", ["torch", "numpy", "legacy", "python", "object", "module", "nested"]
-)
+    "kind",
+    [
+        "torch", "numpy", "legacy", "python", "object", "nested",
+        "module", "module's of numpy", "module's of Python", "optimizer",
+    ],
+)  # fmt: skip
 def test_a_generator_anywhere_in_the_state_goes_on_where_it_stood(
     tmp_path: Path, kind: str
 ) -> None:
-    import random  # noqa: PLC0415
-
     def make(seed: int) -> tuple[ckptfmt.State, Any]:
         weights = Noisy(seed)
-        optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
+        optimizer = Langevin(weights.parameters(), seed)
         made: dict[str, Any] = {
             "torch": torch.Generator().manual_seed(seed), "numpy": np.random.default_rng(seed),
             "legacy": np.random.RandomState(seed), "python": random.Random(seed), "object": Augment(seed),
-            "nested": {"deep": [{"g": np.random.default_rng(seed)}, 1]}, "module": 0,
+            "nested": {"deep": [{"g": np.random.default_rng(seed)}, 1]},
         }  # fmt: skip
-        generator: Any = made[kind]
+        generator: Any = made.get(kind, 0)
         state = ckptfmt.State(
             weights=weights, optimizer=optimizer, data={"p": 1}, config={}, extra={"g": generator}
         )
-        generator = {"object": getattr(generator, "random", None), "module": weights.random}.get(
-            kind, generator
-        )
+        held = {
+            "object": getattr(generator, "random", None), "optimizer": optimizer.random,
+            "module": weights.random, "module's of numpy": weights.of_numpy,
+            "module's of Python": weights.of_python,
+        }  # fmt: skip
+        generator = held.get(kind, generator)
         return state, generator["deep"][0]["g"] if kind == "nested" else generator
 
     def draw(generator: Any) -> object:

@@ -20,7 +20,14 @@ from ckptfmt.adapters.torch.fingerprints import (
 )
 from ckptfmt.adapters.torch.frozen import split_frozen
 from ckptfmt.adapters.torch.guard import Guard
-from ckptfmt.adapters.torch.holders import describe, is_copied, is_scaler, is_schedule, list_unheld
+from ckptfmt.adapters.torch.holders import (
+    describe,
+    is_copied,
+    is_scaler,
+    is_schedule,
+    list_unheld,
+    list_unheld_parts,
+)
 from ckptfmt.adapters.torch.loaders import (
     FollowedLoader,
     find_followed,
@@ -32,6 +39,7 @@ from ckptfmt.adapters.torch.modules import (
     capture_module,
     find_claim_limits,
     generators_of,
+    list_unsaved_parameters,
     merge_tied,
     plan_entry,
     plan_module,

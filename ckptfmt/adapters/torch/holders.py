@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfmt.adapters.live_trees import attributes_of
 from ckptfmt.adapters.torch.loaders import find_followed, samplers_of
-from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
+from ckptfmt.adapters.torch.optimizer_kinds import is_plain_optimizer, unwrap_optimizer
+from ckptfmt.adapters.torch.step_watch import list_parts
 from ckptfmt.state import State
 
 #: Limits of the traversal of attributes: depth and number of objects.
@@ -60,6 +61,38 @@ def list_unheld(values: list[object]) -> tuple[list[object], list[object]]:
     helpers = [one for one in found if id(one) not in held and _is_helper(one, own, held)]
     loaders = [one for one in found if _is_lasting_loader(one) and not _is_held(one, held)]
     return helpers, loaders
+
+
+def list_unheld_parts(values: Iterable[object]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers within a State's optimizers with a state that no save has.
+
+    The base optimizer of SAM is such an optimizer: SAM's state_dict leaves out the momenta.
+
+    Args:
+        values: the objects of the State.
+    """
+    own = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    held = set(map(id, own))
+    found = []
+    for optimizer in own:
+        for part in list_parts(optimizer):
+            tensors = _tensor_ids(part.state)
+            if id(part) in held or part.state is optimizer.state or not tensors:
+                continue
+            saved = optimizer.state if is_plain_optimizer(optimizer) else optimizer.state_dict()
+            if not tensors <= _tensor_ids(saved):
+                found.append(part)
+    return found
+
+
+def _tensor_ids(tree: object) -> set[int]:
+    """Return the ids of the tensors in a tree of mappings, lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        return {id(tree)}
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    parts = tree if isinstance(tree, list | tuple) else ()
+    return set().union(*map(_tensor_ids, parts))
 
 
 def _is_lasting_loader(value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -134,13 +134,26 @@ def tensor_readers(module: torch.nn.Module) -> list[tuple[str, Callable[[], torc
     return list(found.values())
 
 
-def generators_of(module: torch.nn.Module) -> list[tuple[str, torch.Generator]]:
-    """Return the generators in attributes of modules, each with its path without wrappers."""
+#: Types of most attributes of a module, which the search for generators passes over.
+_NO_GENERATORS: Final[frozenset[type]] = frozenset(
+    {bool, int, float, str, type(None), dict, OrderedDict, list, set, tuple}
+)
+
+
+def generators_of(
+    module: torch.nn.Module, is_generator: Callable[[object], bool]
+) -> list[tuple[str, object]]:
+    """Return the generators in attributes of modules, each with its path without wrappers.
+
+    Args:
+        module: the root of the modules.
+        is_generator: whether a value is a generator whose state can be saved.
+    """
     paths: Paths | None = None
     found = []
     for path, part in module.named_modules():
         for name, value in part.__dict__.items():
-            if type(value) is torch.Generator:
+            if type(value) not in _NO_GENERATORS and is_generator(value):
                 paths = paths or Paths(module)
                 found.append((".".join(filter(None, (paths.name_of(path, raw=True), name))), value))
     return found
@@ -254,6 +267,27 @@ def find_claim_limits(module: torch.nn.Module) -> list[str]:
         and (part.static_graph or not part.find_unused_parameters)
         and dist.get_world_size(part.process_group) > _ORDER_MATTERS_FROM
     ]
+
+
+def list_unsaved_parameters(
+    views: Iterable[ModuleView], trained: Iterable[torch.Tensor]
+) -> list[str]:
+    """Return the names of trained parameters that the modules' state_dict leaves out.
+
+    A hook on state_dict, or an own state_dict, may leave parameters out.
+
+    Args:
+        views: the modules of a State.
+        trained: the parameters of the State's optimizers.
+    """
+    views = list(views)
+    saved = {id(entry.tensor) for view in views for entry in view.entries}
+    names = {number: found for view in views for number, found in view.parameters.items()}
+    left = [one for one in trained if id(one) not in saved and id(one) in names]
+    if not left:
+        return []
+    memory = {storage_of(entry.tensor) for view in views for entry in view.entries} - {None}
+    return [names[id(one)][0] for one in left if storage_of(one) not in memory]
 
 
 def merge_tied(entries: list[Entry]) -> list[Entry]:
@@ -490,7 +524,7 @@ def _not_saved(live: str, saved: str, tensor: torch.Tensor) -> str:
 
 
 def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
-    """Plan to restore extra state and hooks' entries.
+    """Plan to restore extra state and hooks' entries, and to run the module's own code of loads.
 
     The tensors in `entries` are planned separately.
     """
@@ -505,6 +539,10 @@ def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
             foreign[key] = value
     if foreign:
         plan.actions.append(lambda: _load_foreign(view.module, foreign, field))
+    elif _has_code_of_loads(view.module) and any(
+        plan.only.fits(field, name) for entry in view.entries for name in entry.names
+    ):
+        plan.actions.append(lambda: _run_code_of_loads(view.module, field))
 
 
 def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object) -> Any:
@@ -547,6 +585,34 @@ def _load_foreign(module: torch.nn.Module, foreign: dict[str, Any], field: str) 
         after = module.state_dict()
     for key, fingerprints in wanted.items():
         _check_read_back(fingerprints, after.get(key), place_of(field, key))
+
+
+def _has_code_of_loads(module: torch.nn.Module) -> bool:
+    """Return whether classes or hooks outside of torch have code that runs in load_state_dict."""
+    functions: list[object] = [type(module).load_state_dict]
+    for part in _all_modules(module):
+        functions.append(type(part)._load_from_state_dict)  # noqa: SLF001
+        for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            hooks = getattr(part, name, {}).values()
+            functions += [getattr(hook, "hook", hook) for hook in hooks]
+    return any(_is_foreign(function) for function in functions)
+
+
+def _is_foreign(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] != "torch"
+
+
+def _run_code_of_loads(module: torch.nn.Module, field: str) -> None:
+    """Run a module's load_state_dict after the tensors are filled: they are copied onto themselves.
+
+    A hook may set an attribute, for example, or compute a buffer that isn't saved.
+    """
+    strict = {} if _is_foreign(type(module).load_state_dict) else {"strict": False}
+    try:
+        module.load_state_dict(module.state_dict(), **strict)
+    except Exception as error:
+        error.add_note(f"ckptfmt: raised by the load_state_dict of the module in {field}")
+        raise
 
 
 def _check_read_back(wanted: tuple[bytes, dict[str, bytes]], live: object, where: str) -> None:

@@ -215,13 +215,14 @@ def list_parts(value: Any) -> list[torch.optim.Optimizer]:
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
-    """Yield the places of some parameters, spread evenly over all parameters."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    stride = max(1, -(-sum(sizes) // _SAMPLED))
-    places = ((group, number) for group, size in enumerate(sizes) for number in range(size))
-    for count, (group, number) in enumerate(places):
-        if count % stride == 0:
-            yield id(optimizer), group, number
+    """Yield the places of some parameters, spread evenly over all that require a gradient."""
+    places = [
+        (id(optimizer), index, number)
+        for index, group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(group["params"])
+        if parameter.requires_grad
+    ]
+    yield from places[:: max(1, -(-len(places) // _SAMPLED))]
 
 
 def _iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
