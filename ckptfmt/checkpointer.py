@@ -227,7 +227,7 @@ class Checkpointer:
         self._on_save = _check_function(on_save)
         self._signer = Signer.of(options.saving.sign)
         self._trust = Trust.of(options.loading.require_signature)
-        self._resume = resume
+        self._resume = _check_resume(resume)
         self._init = InitFrom.of(init_from)
         self._retention = options.keep
         self._snapshot_every = options.saving.snapshot_every
@@ -1542,6 +1542,15 @@ def _asks_for_home(durability: object) -> bool:
             remedy=remedy,
         )
     return durability == HOME
+
+
+def _check_resume(resume: object) -> str:
+    """Return the argument `resume`. Raises: StateError(ARGUMENT) if it isn't text."""
+    if isinstance(resume, str):
+        return resume
+    detail = f"resume={resume!r} isn't 'auto', 'fresh', or the name or digest of a checkpoint"
+    remedy = "Pass a name that `ckptfmt ls` lists, such as resume='step-00000035-l0003'."
+    raise err(Code.ARGUMENT, detail, where="resume=", remedy=remedy)
 
 
 def _check_function(on_save: object) -> Callable[[SaveEvent], object] | None:

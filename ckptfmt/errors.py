@@ -555,8 +555,10 @@ class Code(StrEnum):
         "LOADER_NOT_ELASTIC",
         StateError,
         (
-            "Load with as many workers as saved, or pass allow=('loader',), which lowers the claim."
-            " A ckptfmt.Sampler goes on with any number of workers."
+            "Load with as many workers as saved; or pass allow=('loader',) to load, or"
+            " loading=Loading(allow=('loader',)) to Checkpointer, which lowers the claim: the data"
+            " begins anew, and epochs(n) with the first epoch. A ckptfmt.Sampler goes on with any"
+            " number of workers."
         ),
     )
     #: an alarm sends the training back to the last good checkpoint
@@ -716,6 +718,11 @@ def remedy_of(error: OSError) -> str | None:
         return (
             "The file system is mounted for reading only: give a path on another one, or mount"
             " it for writing."
+        )
+    if error.errno == errno.EFBIG:
+        return (
+            "The file is larger than this process or this file system allows: raise the limit of"
+            " the process (`ulimit -f`), or give a path on another file system."
         )
     return None
 

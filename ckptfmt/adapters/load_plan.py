@@ -843,11 +843,7 @@ class LoadPlan:
             ]
             for code in (Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
         )
-        renamed = (
-            f"If only the name differs, pass rename={{{wanted[0]!r}: {saved[0]!r}}}. "
-            if wanted and saved
-            else ""
-        )
+        renamed = _offer_renaming({wanted[0]: saved[0]}) if wanted and saved else ""
         for number, problem in enumerate(self.problems):
             name = problem.where.removeprefix("extra:")
             if problem.where in saved:

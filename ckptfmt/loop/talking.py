@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Final
 
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.run import Launch
 from ckptfmt.errors import printable
 from ckptfmt.loading.claims import was_not_asked
@@ -57,7 +58,7 @@ class Talk:
         """Log the start of a run, the source, and the highest possible claim of a resume."""
         begins = "nothing" if source is None else source
         left = state.absent_reasons()
-        most = "S0" if "data" in left else "S1"
+        most = "S1" if isinstance(state.data, Sampler) else "S0"
         more = (
             f"; not in State: {', '.join(left)}, so that a resume claims {most} at most"
             if left

@@ -981,11 +981,37 @@ def test_a_value_that_nothing_takes_and_one_of_another_name_are_told_how_to_take
     assert "Give it to State: extra={'sched': ...}" in text
     live = ckptfmt.State(weights={}, extra={"scheduler": {"step": 0}})
     text = told(ckptfmt.load, tmp_path / "c", live)
-    found = re.search(r"If only the name differs, pass rename=(\{[^}]*\})", text)
+    found = re.search(r"If only the names differ, pass rename=(\{[^}]*\}) to ckptfmt.load", text)
     assert found is not None, text
     assert ast.literal_eval(found[1]) == {"extra:scheduler": "extra:sched"}
     ckptfmt.load(tmp_path / "c", live, rename=ast.literal_eval(found[1]))
     assert live.extra == {"scheduler": {"step": 7}}
+
+
+def test_a_run_goes_on_under_another_name_as_its_error_says(tmp_path: Path) -> None:
+    """The remedy named an argument that Checkpointer doesn't have."""
+
+    def train(place: Path, name: str, **options: Any) -> Any:
+        state = ckptfmt.State(data={"p": 1}, config={}, extra={name: {"n": 7}})
+        with ckptfmt.Checkpointer(place, state, saver="inline", **options) as checkpointer:
+            checkpointer.restore_rng()
+            checkpointer.save(step=checkpointer.step + 1)
+        return state.extra
+
+    train(tmp_path / "run", "scheduler")
+    text = told(train, tmp_path / "run", "sched")
+    found = re.search(r"init_from=InitFrom\(RUN, only=None, rename=(\{[^}]*\})\)", text)
+    assert found is not None, text
+    begun = ckptfmt.InitFrom(tmp_path / "run", only=None, rename=ast.literal_eval(found[1]))
+    assert train(tmp_path / "new", "sched", init_from=begun) == {"sched": {"n": 7}}
+
+
+@pytest.mark.parametrize("resume", [35, None, True, Path("step-00000001-l0001")])
+def test_a_resume_that_is_no_text_is_refused_by_name(tmp_path: Path, resume: Any) -> None:
+    """An int was called as a function, at the start of the launch."""
+    text = told(ckptfmt.Checkpointer, tmp_path, ckptfmt.State(data={"p": 1}), resume=resume)
+    assert "ARGUMENT at resume=" in text
+    assert "step-00000035-l0003" in text
 
 
 def test_an_override_that_fits_nothing_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
