@@ -249,7 +249,8 @@ def load(
     Raises: IntegrityError where bytes are damaged or missing: the state is then partly loaded, and
         must not be used; StateError where the state doesn't fit: then no object is changed, except
         for READ_BACK of an object that differs from the argument of its load_state_dict;
-        UnsupportedError; TrustError.
+        UnsupportedError; TrustError. An error of an object's own load_state_dict or
+        set_extra_state is raised as it is, with a note; other objects are changed then.
     Spec: REQ-OPN-001 to REQ-OPN-008, REQ-OPN-013, REQ-OPN-014.
 
     >>> import ckptfmt, tempfile

@@ -645,3 +645,21 @@ def test_two_optimizers_of_one_parameter_have_names_of_their_own():
         for left, right in members:
             for key, value in mine.state[left].items():
                 assert torch.equal(value, theirs.state[right][key])
+
+
+def test_an_object_under_the_key_group_is_no_group():
+    """The load took the object for a group of parameters: a KeyError."""
+
+    def build():
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return State(weights=net, optimizer={"opt": optimizer, "group": [schedule]}), schedule
+
+    state, schedule = build()
+    state.optimizer["opt"].step()
+    schedule.step()
+    checkpoint = save(state)
+    state, schedule = build()
+    load(state, checkpoint)
+    assert schedule.last_epoch == 1

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import ckptfmt
+from ckptfmt.adapters.torch.step_watch import StepWatch
 
 BATCHES = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
 
@@ -354,6 +355,18 @@ def test_a_state_that_has_everything_claims_t1_and_is_told_nothing(
     assert (report.claim, report.lowered_by) == ("T1", ())
     undisturbed, _, _ = trajectory(tmp_path / "whole", prepare, steps=9)
     assert first + rest == undisturbed
+
+
+def test_a_step_of_the_optimizer_within_an_optimizer_is_a_step_of_the_training() -> None:
+    """A loop with SAM was said to take batches ahead: LOADER_AHEAD."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Sharp([parameter])
+    watch = StepWatch([optimizer])
+    before = watch.progress()
+    assert not watch.has_trained(before)
+    optimizer.base_optimizer.step()
+    assert watch.has_trained(before)
+    watch.close()
 
 
 class Evaluation:

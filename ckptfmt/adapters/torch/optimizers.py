@@ -178,6 +178,8 @@ def _saved_groups(
         for key in plan.checkpoint.leaves:
             if key[0] == field and key[2] == at and key[1].startswith(begins):
                 value = plan.checkpoint.leaf(*key)
+                if not isinstance(value, dict) or not {"params", "options"} <= value.keys():
+                    continue  # an object of the caller under the key "group"
                 saved = _Saved(key[1], at, value["options"])
                 for name in value["params"] or [key[1].removeprefix(begins)]:
                     here.setdefault(name, []).append(saved)

@@ -51,6 +51,8 @@ class StepWatch:
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        #: The optimizers in attributes of the State's optimizers, as in SAM.
+        self._parts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         #: For each optimizer outside of the State: the step counts of the State's optimizers at the
         #: first and the last step.
         self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
@@ -89,6 +91,7 @@ class StepWatch:
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace the set of the State's optimizers."""
         self._own = weakref.WeakSet(optimizers)
+        self._parts = weakref.WeakSet(part for one in self._own for part in list_parts(one))
         self._sampled = {id(optimizer): list(_sample(optimizer)) for optimizer in self._own}
         for optimizer in self._own:
             self._others.pop(optimizer, None)
@@ -96,6 +99,7 @@ class StepWatch:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of an optimizer."""
         if optimizer not in self._own:
+            self._step_count += optimizer in self._parts
             first, _ = self._others.get(optimizer, (self._step_count, 0))
             self._others[optimizer] = first, self._step_count
             return
