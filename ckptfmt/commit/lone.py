@@ -25,7 +25,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import LocalStore, is_url, split_path
+from ckptfmt.store import LocalStore, local_path, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import detach_link, is_link
 
@@ -92,18 +92,19 @@ def own_place(path: str | os.PathLike[str] | Store) -> None:
     """Replace a symbolic link to a checkpoint by a directory, before a save with `replace`.
 
     The checkpoint at the link's target stays as it is. A link to a directory with other files stays
-    a link.
+    a link. A ``file://`` URL may name the link, too.
 
     Raises: the errors of `check_no_run`; StoreError(STORE_UNSUPPORTED, STORE_IO).
     """
-    if isinstance(path, str | os.PathLike) and not is_url(path):
-        if is_link(path):
-            leads_to = LocalStore(path, writable=False)
+    here = local_path(path) if isinstance(path, str | os.PathLike) else None
+    if here is not None:
+        if is_link(here):
+            leads_to = LocalStore(here, writable=False)
             check_no_run(leads_to, replace=True)
             found = [] if read_register(leads_to) else leads_to.list("")
             if found and not any(map(_is_ours, found)):
                 return
-        detach_link(path)
+        detach_link(here)
 
 
 def check_removable(store: Store, *, is_in_run: bool) -> None:

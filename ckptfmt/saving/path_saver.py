@@ -18,7 +18,7 @@ from ckptfmt.run.save_job import SaveState, new_origin
 from ckptfmt.saving.handle import SaveHandle, SaveReport
 from ckptfmt.saving.saves import Saves, Saving
 from ckptfmt.state import State, check_state
-from ckptfmt.store import address_of, open_store
+from ckptfmt.store import address_of, local_path, open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import remove_link
 
@@ -199,7 +199,8 @@ class PathSaver:
             the deadline; StoreError.
         Spec: REQ-CMT-045.
         """
-        if isinstance(path, str | os.PathLike) and remove_link(path):
+        here = local_path(path) if isinstance(path, str | os.PathLike) else None
+        if here is not None and remove_link(here):
             return
         place = open_store(path, writable=False)
         check_removable(place, is_in_run=is_run(place))
