@@ -22,13 +22,14 @@ _LEFTOVER: Final = re.compile(r"[0-9a-f]{16}(?:-gone)?")
 def is_link(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a symbolic link; False without a file of the path.
 
-    A slash at the path's end doesn't matter. Unlike `os.path.islink`, the function doesn't take a
-    failed call for an answer: a save that replaces would write to the target of the link.
+    A slash or ``/.`` at the path's end doesn't matter. Unlike `os.path.islink`, the function
+    doesn't take a failed call for an answer: a save that replaces would write to the target of the
+    link.
 
     Raises: StoreError(STORE_IO).
     """
     try:
-        status = _look(os.path.abspath(path))
+        status = _look(_own_path(path))
     except OSError as error:
         detail = f"it can't be told whether this is a symbolic link: {error.strerror}"
         raise err(Code.STORE_IO, detail, where=str(path), remedy=remedy_of(error)) from error
@@ -43,11 +44,33 @@ def remove_link(path: str | os.PathLike[str]) -> bool:
     if not is_link(path):
         return False
     try:
-        os.unlink(os.path.abspath(path))
+        os.unlink(_own_path(path))
     except OSError as error:
         detail = f"the symbolic link can't be removed: {error.strerror}"
         raise err(Code.STORE_IO, detail, where=str(path), remedy=remedy_of(error)) from error
     return True
+
+
+def _own_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a file or link, with the links resolved up to its directory.
+
+    The kernel resolves ``..`` behind a link in the link's target, unlike `os.path.abspath`. A
+    missing directory counts as in `LocalStore`.
+
+    Raises: OSError.
+    """
+    text = os.fsdecode(path)
+    if "\0" in text:
+        return text
+    parent, name = os.path.split(text.rstrip("/"))
+    while parent and name == ".":
+        parent, name = os.path.split(parent.rstrip("/"))
+    if name in ("", ".", ".."):
+        return os.path.realpath(text)
+    try:
+        return os.path.join(os.path.realpath(parent, strict=True), name)
+    except (FileNotFoundError, NotADirectoryError):
+        return os.path.join(os.path.realpath(parent), name)
 
 
 def _look(path: str | os.PathLike[str]) -> os.stat_result | None:
@@ -70,15 +93,15 @@ def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None
             links; the link is then unchanged. The errors of `is_link` and of opening a directory.
     """
     calls = PosixCalls() if calls is None else calls
-    path = os.path.abspath(path)
-    parent, name = os.path.split(path)
-    target = os.path.realpath(path)
-    prefix = f"{TEMPORARY_PREFIX}{name}-"
     try:
+        path = _own_path(path)
+        parent, name = os.path.split(path)
+        prefix = f"{TEMPORARY_PREFIX}{name}-"
         with contextlib.suppress(OSError):
             _remove_leftovers(parent, prefix)
         if not is_link(path):
             return
+        target = os.path.realpath(path)
         copy = f"{prefix}{secrets.token_hex(8)}"
         directory = calls.open_root(parent)
         try:
@@ -96,7 +119,7 @@ def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None
     except OSError as error:
         detail = f"the symbolic link can't give way to a directory: {error.strerror}"
         remedy = "Remove the link first, or save to the path that it leads to."
-        raise err(Code.STORE_UNSUPPORTED, detail, where=path, remedy=remedy) from error
+        raise err(Code.STORE_UNSUPPORTED, detail, where=str(path), remedy=remedy) from error
 
 
 def _remove_leftovers(parent: str, prefix: str) -> None:

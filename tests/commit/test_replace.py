@@ -31,6 +31,7 @@ from ckptfmt.store.leases import TERM_S
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.symlinks import detach_link, is_link, remove_link
 from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, origin, save, snapshot, tensor
 from tests.explorer.crashes import Bench, bench_directory, lay_out, record
@@ -214,7 +215,7 @@ def test_a_link_gives_way_to_a_checkpoint_of_its_own(tmp_path: pathlib.Path, how
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
 
 
-@pytest.mark.parametrize("failing", range(1, 18))
+@pytest.mark.parametrize("failing", range(1, 25))
 def test_a_look_at_a_link_that_fails_costs_no_checkpoint(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -274,6 +275,55 @@ def test_a_slash_behind_a_link_changes_nothing(tmp_path: pathlib.Path, slash: st
     assert (tmp_path / "to-run").is_symlink()
     assert (tmp_path / "to-others").is_symlink()
     assert number_at(tmp_path / "others") == 2
+
+
+@pytest.mark.parametrize("how", ["save", "Saver", "remove"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "file://{root}/d/last",
+        "{root}/d/into/../last",
+        "{root}/d/into/.././last/.",
+        "{root}/missing/../d/last",
+    ],
+)
+def test_a_link_under_another_name_costs_no_checkpoint(
+    tmp_path: pathlib.Path, how: str, form: str
+) -> None:
+    """A URL, and `..` behind a link to a directory elsewhere: the target was overwritten or deleted."""
+    replace(tmp_path / "best", 1)
+    replace(tmp_path / "other", 3)
+    for name in ("d", "far", "far/x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "d" / "into").symlink_to("../far/x")
+    (tmp_path / "d" / "last").symlink_to("../other")
+    link = tmp_path / ("far" if "into" in form else "d") / "last"
+    link.unlink(missing_ok=True)
+    link.symlink_to("../best")
+    place = form.format(root=tmp_path)
+    with PathSaver(saver="thread") as saver:
+        if how == "save":
+            replace(place, 2)
+        elif how == "Saver":
+            saver.save(place, state_of(2), step=2, replace=True).wait()
+        else:
+            saver.remove(place)
+    assert [number_at(tmp_path / "best"), number_at(tmp_path / "other")] == [1, 3]
+    assert (tmp_path / "d" / "last").is_symlink() == ("into" in form)
+    assert not link.is_symlink()
+    assert link.exists() == (how != "remove")
+    if how != "remove":
+        assert number_at(link) == 2
+
+
+@pytest.mark.parametrize("path", ["/", ".", "..", "", "a\0b"])
+def test_a_path_without_a_name_is_no_link(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_link(path)
+    assert not remove_link(path)
+    detach_link(path)
 
 
 @pytest.mark.parametrize("moment", ["mkdir", "link", "exchange", "unlink"])
