@@ -8,6 +8,7 @@ import pytest
 
 import ckptfmt
 from ckptfmt.__main__ import main
+from ckptfmt_tools.convert.converting import Conversion
 
 
 @pytest.fixture
@@ -66,3 +67,51 @@ def test_what_has_no_statement_is_refused_before_anything_is_written(run, tmp_pa
         assert "--statement" in (said := capsys.readouterr().err) or "absent" in said
         assert not target.exists()
         assert not (tmp_path / "statement.json").exists()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "taken.json",
+        "dangling",
+        "out",
+        "parent/../out",
+        "out/statement.json",
+        "run/run.json",
+        "run/statement.json",
+        "run/launches/../statement.json",
+    ],
+)
+def test_a_statement_changes_no_other_file(run, tmp_path, capsys, place):
+    """An existing file, the target itself and the source's documents were overwritten."""
+    (tmp_path / "taken.json").write_bytes(b"precious")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "parent").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = [str(run), str(tmp_path / "out"), "--to", "safetensors"]
+
+    said = str(tmp_path / place)
+    assert main(["convert", *arguments, "--statement", said, "--json"]) == 2
+
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == (
+        "ARGUMENT" if "out" in place or "statement" in place else "STORE_EXISTS"
+    )
+    assert error["where"] == said
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert (tmp_path / "dangling").is_symlink()
+
+
+def test_a_statement_that_appears_meanwhile_stays(run, tmp_path, capsys, monkeypatch):
+    said = tmp_path / "statement.json"
+    right = Conversion.run
+
+    def convert(conversion, on_progress):
+        right(conversion, on_progress)
+        said.write_bytes(b"precious")
+
+    monkeypatch.setattr(Conversion, "run", convert)
+    arguments = ["convert", str(run), str(tmp_path / "out"), "--to", "dcp"]
+    assert main([*arguments, "--statement", str(said), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "STORE_EXISTS"
+    assert said.read_bytes() == b"precious"

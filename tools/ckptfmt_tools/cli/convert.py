@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ from ckptfmt.api import open_checkpoint
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.errors import Code, err
 from ckptfmt.read.files import read_anew
-from ckptfmt.store import LocalStore, is_url
+from ckptfmt.store import LocalStore, check_path, empty_path, is_url
 from ckptfmt_tools.convert.content import LeftOut
 from ckptfmt_tools.convert.converting import Conversion, plan_conversion
 from ckptfmt_tools.convert.hf import parse_nbytes
@@ -62,21 +63,22 @@ def _convert(arguments: argparse.Namespace) -> Conversion:
             raise _refusal(conversion)
         statement = None if arguments.statement is None else Path(arguments.statement)
         if statement is not None:
-            _check_statement(statement, conversion)
+            _check_statement(arguments.statement, conversion)
         with Progress(lambda: conversion.nbytes, quiet=False) as progress:
             conversion.run(progress.advance)
         if statement is not None:
             content = dump_statement(conversion.content, Path(conversion.target))
-            LocalStore(statement.parent, writable=True).replace(statement.name, content)
+            LocalStore(statement.parent, writable=True).create(statement.name, [content])
     return conversion
 
 
-def _check_statement(path: Path, conversion: Conversion) -> None:
+def _check_statement(said: str, conversion: Conversion) -> None:
     """Raise where no statement can be written, before the conversion writes anything.
 
-    Raises: StateError(ARGUMENT).
+    Raises: StateError(ARGUMENT); StoreError(STORE_EXISTS) for an existing file;
+        FormatError(UNSAFE_PATH) for a name that stores refuse.
     """
-    if is_url(conversion.target) or is_url(str(path)):
+    if is_url(conversion.target) or is_url(said):
         detail = "a statement is a local file about local files"
         remedy = "Convert to a path on this machine."
         raise err(Code.ARGUMENT, detail, where="--statement", remedy=remedy)
@@ -84,9 +86,30 @@ def _check_statement(path: Path, conversion: Conversion) -> None:
         remedy = "Convert a checkpoint of ckptfmt, or leave out --statement."
         detail = f"{conversion.content.origin} records no origin"
         raise err(Code.ARGUMENT, detail, where="--statement", remedy=remedy)
+    if not said:
+        raise empty_path("--statement")
+    _check_place(said, conversion)
+    path = Path(said)
     if not path.parent.is_dir():
         remedy = "Make the directory first."
-        raise err(Code.ARGUMENT, "the directory isn't there", where=str(path), remedy=remedy)
+        raise err(Code.ARGUMENT, "the directory isn't there", where=said, remedy=remedy)
+    check_path(path.name)
+
+
+def _check_place(said: str, conversion: Conversion) -> None:
+    """Raise where a statement would replace a file, or lie in the target or the source.
+
+    Raises: StateError(ARGUMENT); StoreError(STORE_EXISTS).
+    """
+    remedy = "Give a path that isn't there yet, outside of the source and the target."
+    if os.path.lexists(said):
+        detail = "the file for the statement exists already"
+        raise err(Code.STORE_EXISTS, detail, where=said, remedy=remedy)
+    path = Path(said).resolve()
+    for name, place in (("target", conversion.target), ("source", conversion.source)):
+        if not is_url(place) and path.is_relative_to(Path(place).resolve()):
+            detail = f"the statement is in the {name}"
+            raise err(Code.ARGUMENT, detail, where=said, remedy=remedy)
 
 
 def _refusal(conversion: Conversion) -> Exception:
