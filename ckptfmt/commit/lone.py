@@ -6,6 +6,7 @@ Spec: REQ-CMT-042, REQ-CMT-045.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Final
 
 from ckptfmt.commit.decision import (
@@ -23,14 +24,24 @@ from ckptfmt.documents.manifest import (
     Tombstone,
     parse_checkpoint_name,
 )
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME
+from ckptfmt.documents.run import HOME_NAME, LABELS_FOLDER, LAUNCHES, RUN_NAME, SAVERS, VOTES
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import LocalStore, local_path, split_path
+from ckptfmt.store import LocalStore, address_of, is_url, local_path, open_address, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import detach_link, is_link
 
 #: Directory in which writers that share a token exchange messages: `ckptfmt.group.EXCHANGE`.
 _MET: Final = "exchange/"
+
+#: The names in a run besides those of checkpoints (specification, page 20).
+_OF_A_RUN: Final = frozenset(
+    {
+        *(RUN_NAME, HOME_NAME, LAUNCHES, LABELS_FOLDER, SAVERS, VOTES),
+        *("ledger", "witness", "healing"),
+    }
+)
+#: A checkpoint has one level of directories below its own; one more is looked at.
+_LEVELS: Final = 3
 
 
 def _check_replaceable(store: Store) -> None:
@@ -75,8 +86,9 @@ def check_no_run(store: Store, *, replace: bool = False) -> None:
     Args:
         replace: whether the save may replace an existing checkpoint.
 
-    Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016, REQ-CMT-042.
+    Raises: CommitError(CHECKPOINT_EXISTS); StoreError. Spec: REQ-RUN-016, REQ-CMT-042.
     """
+    check_outside(store)
     if is_run(store):
         raise err(
             Code.CHECKPOINT_EXISTS,
@@ -88,6 +100,54 @@ def check_no_run(store: Store, *, replace: bool = False) -> None:
     _check_replaceable(store) if replace else check_vacant(store)
 
 
+def check_outside(store: Store) -> None:
+    """Raise if a directory is a run's own, such as a checkpoint's, or lies within.
+
+    A clean-up of the run would delete a checkpoint there, or readers would count the checkpoint
+    among the run's. Surrounding directories are looked at only for names used by runs, and only if
+    the store's address is known.
+
+    Raises: CommitError(CHECKPOINT_EXISTS); StoreError. Spec: REQ-RUN-016.
+    """
+    for path, name in _surroundings(store):
+        is_used = name in _OF_A_RUN or parse_checkpoint_name(name) is not None
+        if is_used and _is_known_run(store, path):
+            raise err(
+                Code.CHECKPOINT_EXISTS,
+                f"this directory belongs to the run {path}",
+                where=store.name,
+                requirement="REQ-RUN-016",
+                remedy="Save to a separate directory, or through a Checkpointer.",
+            )
+
+
+def _surroundings(store: Store) -> Iterator[tuple[str, str]]:
+    """Yield the paths around a store's root, innermost first, each with the name in it."""
+    path = store.name
+    for _ in range(_LEVELS):
+        path, name = os.path.split(path)
+        if is_url(store.name) and not is_url(path):
+            return  # the name is the bucket's
+        yield path, name
+
+
+def _is_known_run(store: Store, path: str) -> bool:
+    """Return whether a run is at a path around a store; False for a directory without access.
+
+    Raises: StoreError.
+    """
+    address = address_of(store)
+    if address is None:
+        return False
+    around = {**address, "url": path} if isinstance(address, dict) else os.fsencode(path)
+    try:
+        return is_run(open_address(around, writable=False))
+    except CkptError as error:
+        if error.code != Code.STORE_ACCESS:
+            raise
+        return False
+
+
 def own_place(path: str | os.PathLike[str] | Store) -> None:
     """Replace a symbolic link to a checkpoint by a directory, before a save with `replace`.
 
@@ -96,7 +156,7 @@ def own_place(path: str | os.PathLike[str] | Store) -> None:
 
     Raises: the errors of `check_no_run`; StoreError(STORE_UNSUPPORTED, STORE_IO).
     """
-    here = local_path(path) if isinstance(path, str | os.PathLike) else None
+    here = local_path(path)
     if here is not None:
         if is_link(here):
             leads_to = LocalStore(here, writable=False)

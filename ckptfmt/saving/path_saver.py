@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self, SupportsFloat
 
-from ckptfmt.commit.lone import check_removable, is_run, own_place, remove_alone
+from ckptfmt.commit.lone import check_outside, check_removable, is_run, own_place, remove_alone
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, check_deadline, make_group
@@ -150,9 +150,9 @@ class PathSaver:
 
         Returns: the handle. A failure is raised by a wait for the handle, or by the next `save`,
             `wait` or `close`.
-        Raises: CommitError(CHECKPOINT_EXISTS) if the path has a checkpoint or a run, or another
-            save to the path is in progress; the error of an earlier save, if not raised yet;
-            CommitError(SLOTS_BUSY); other errors as `ckptfmt.save`.
+        Raises: CommitError(CHECKPOINT_EXISTS) if the path has a checkpoint or is part of a run, or
+            another save to the path is in progress; the error of an earlier save, if not raised
+            yet; CommitError(SLOTS_BUSY); other errors as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009.
         """
         check_state(state)
@@ -199,7 +199,7 @@ class PathSaver:
             the deadline; StoreError.
         Spec: REQ-CMT-045.
         """
-        here = local_path(path) if isinstance(path, str | os.PathLike) else None
+        here = local_path(path)
         if here is not None and remove_link(here):
             return
         place = open_store(path, writable=False)
@@ -239,6 +239,8 @@ class PathSaver:
 
     def _open(self, path: str | os.PathLike[str] | Store, *, replace: bool) -> Store:
         """Return the store of a path, unless a save that can't be replaced is in progress."""
+        if local_path(path) is not None:  # before the directory is made
+            check_outside(open_store(path, writable=False))
         store = open_store(path, writable=True)
         if self._saving.saver == "process" and address_of(store) is None:
             remedy = "Pass saver='thread' or saver='inline'."

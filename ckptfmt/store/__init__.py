@@ -90,14 +90,16 @@ def empty_path(where: str) -> CkptError:
     return err(Code.ARGUMENT, "the path is '', an empty text", where=where, remedy=remedy)
 
 
-def local_path(path: str | os.PathLike[str]) -> str | None:
-    """Return the local path of a path or a ``file://`` URL; None for any other URL.
+def local_path(path: str | os.PathLike[str] | Store) -> str | None:
+    """Return the local path of a path or a ``file://`` URL; None for any other URL, and a store.
 
     Raises: StateError(ARGUMENT) for an incomplete URL, and for a file on another machine.
 
     >>> local_path("file:///data/run"), local_path("run"), local_path("s3://bucket/run")
     ('/data/run', 'run', None)
     """
+    if not isinstance(path, str | os.PathLike):
+        return None
     text = os.fspath(path)
     if _SPOILT.match(os.fsdecode(text)):
         remedy = (

@@ -64,6 +64,18 @@ def test_target_within_its_source(checkpoint):
     assert not (checkpoint / "inner.pt").exists()
 
 
+def test_target_among_the_files_of_a_run(tmp_path):
+    """The run was invalid afterwards."""
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pt")
+    with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(data={"a": 1}), saver="inline") as it:
+        it.save(step=1)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("step-00000009-l0001", "step-00000001-l0001/best", "labels"):
+        target = tmp_path / "run" / name
+        assert refused(tmp_path / "a.pt", target, "--to", "ckptfmt")[0] == "CHECKPOINT_EXISTS"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_copy_of_a_checkpoint(checkpoint, tmp_path):
     assert refused(checkpoint, tmp_path / "copy", "--to", "ckptfmt")[0] == "ARGUMENT"
 

@@ -12,6 +12,8 @@ import pytest
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.errors import Code
+from tests.builders import error_of
 from tests.s3.fixtures import Bucket
 
 
@@ -62,6 +64,18 @@ def test_commands_that_delete(run: str, capsys: pytest.CaptureFixture[str]) -> N
     assert said(capsys, "rm", run, "1")["state"] == "retired"
     said(capsys, "gc", run, "--keep", "1")
     assert states(run) == ["retired", "retired", "committed"]
+
+
+def test_nothing_is_saved_among_the_files_of_a_run(run: str, s3_bucket: Bucket) -> None:
+    """A clean-up of the run deleted it, or the run was invalid afterwards."""
+    state = ckptfmt.State(data={"position": 1})
+    for place in (checkpoint_name(9, 1), f"{checkpoint_name(1, 1)}/best", "labels"):
+        error = error_of(lambda p=place: ckptfmt.save(f"{run}/{p}", state, step=9))
+        assert (error.code, run in error.detail) == (Code.CHECKPOINT_EXISTS, True)
+    for place in (f"{run}/export", f"s3://{s3_bucket.name}/labels"):
+        ckptfmt.save(place, state, step=9)
+        assert ckptfmt.validate(place)
+    assert states(run) == ["committed"] * 3
 
 
 def test_repair_from_a_mirror_in_the_same_bucket(

@@ -176,6 +176,54 @@ def test_parameters_are_copied_beside_the_training_and_each_state_learns_for_its
 # --- refusals and failures ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("saver", ["save", *SAVERS])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "step-00000009-l0001",
+        "step-00000001-l0001/best",
+        "step-00000001-l0001/parts/best",
+        "labels",
+        "launches/best",
+        "savers",
+        "ledger",
+        "witness",
+        "healing",
+        "votes",
+    ],
+)
+def test_nothing_is_saved_among_the_files_of_a_run(tmp_path: Path, saver: str, place: str) -> None:
+    """Retention deleted it with the checkpoint around it, or the run was invalid afterwards."""
+    run = tmp_path / "run"
+    with ckptfmt.Checkpointer(run, state_of(1), saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    (tmp_path / "link").symlink_to("run")
+    before = sorted(run.rglob("*"))
+    for path in (run / place, tmp_path / "link" / place):
+        if saver == "save":
+            error = error_of(lambda p=path: ckptfmt.save(p, state_of(2), step=9))
+        else:
+            with make(saver=saver) as saving:
+                error = error_of(lambda p=path: saving.save(p, state_of(2), step=9))
+        assert (error.code, str(run) in error.detail) == (Code.CHECKPOINT_EXISTS, True)
+    left = set(run.rglob("*")) - set(before)
+    assert saver == "save" or not left
+    assert all(path.is_dir() for path in left)
+    assert ckptfmt.validate(run)
+
+
+def test_other_names_in_a_run_and_these_names_elsewhere_are_saved_to(tmp_path: Path) -> None:
+    with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    places = ("run/export", "run/export/labels/best", "labels", "step-00000009-l0001", "labels/a/b")
+    with make() as saving:
+        for place in places:
+            saving.save(tmp_path / place, state_of(2), step=9).wait()
+            ckptfmt.save(tmp_path / place, state_of(3), step=10, replace=True)
+    assert [number_at(tmp_path / place) for place in places] == [3] * len(places)
+    assert ckptfmt.validate(tmp_path / "run")
+
+
 @pytest.mark.parametrize("saver", SAVERS)
 def test_nothing_that_is_there_is_touched(tmp_path: Path, saver: str) -> None:
     ckptfmt.save(tmp_path / "taken", state_of(1), step=1)

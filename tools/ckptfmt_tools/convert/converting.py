@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptfmt.adapters import check_torch
 from ckptfmt.box import Box
-from ckptfmt.commit.lone import check_no_run
+from ckptfmt.commit.lone import check_no_run, check_outside
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME, Manifest
@@ -149,25 +149,7 @@ def plan_conversion(
         raise err(
             Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only"
         )
-    if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
-        remedy = "Copy the directory; of a delta, `ckptfmt compact` makes a full one."
-        raise err(
-            Code.ARGUMENT,
-            "source and target are both checkpoints of ckptfmt",
-            where=target,
-            remedy=remedy,
-        )
-    for place, kind in ((source, from_kind), (target, to_kind)):
-        if kind != "ckptfmt" and is_url(place):
-            remedy = (
-                "Give a path on this machine, and copy between it and the bucket by other means."
-            )
-            raise err(
-                Code.ARGUMENT,
-                f"a checkpoint of kind {kind} can't lie in a bucket",
-                where=place,
-                remedy=remedy,
-            )
+    _check_kinds(source, from_kind, target, to_kind)
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
         raise err(
@@ -489,6 +471,34 @@ def check_paths(source: str, target: str) -> None:
             where=target,
             remedy="Give a path outside of it.",
         )
+
+
+def _check_kinds(source: str, from_kind: str, target: str, to_kind: str) -> None:
+    """Check that the kinds of source and target fit together, and fit their places.
+
+    Raises: StateError(ARGUMENT); CommitError(CHECKPOINT_EXISTS) for a target among a run's files.
+    """
+    if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
+        remedy = "Copy the directory; of a delta, `ckptfmt compact` makes a full one."
+        raise err(
+            Code.ARGUMENT,
+            "source and target are both checkpoints of ckptfmt",
+            where=target,
+            remedy=remedy,
+        )
+    for place, kind in ((source, from_kind), (target, to_kind)):
+        if kind != "ckptfmt" and is_url(place):
+            remedy = (
+                "Give a path on this machine, and copy between it and the bucket by other means."
+            )
+            raise err(
+                Code.ARGUMENT,
+                f"a checkpoint of kind {kind} can't lie in a bucket",
+                where=place,
+                remedy=remedy,
+            )
+    if to_kind == "ckptfmt":
+        check_outside(open_store(target, writable=False))
 
 
 @contextlib.contextmanager
