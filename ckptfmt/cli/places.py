@@ -14,7 +14,7 @@ from ckptfmt import limits
 from ckptfmt.cli.commands import suggest
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
-from ckptfmt.errors import CkptError, Code, FormatError, StateError, err
+from ckptfmt.errors import CkptError, Code, FormatError, StateError, StoreError, err
 from ckptfmt.store import LocalStore, Store, open_store, suggest_path
 
 #: The names in the directory of a checkpoint, also before its commit (specification, page 30).
@@ -77,6 +77,9 @@ def open_place(path: str) -> Place:
 def find_places(path: str) -> list[Place] | None:
     """Return the runs and checkpoints in a directory; None if `path` is a run or a checkpoint.
 
+    A directory that can't be listed counts as a run, so that the caller meets and reports the
+    error.
+
     Raises: as `open_place`, also for a directory without a run or checkpoint.
     """
     try:
@@ -86,14 +89,26 @@ def find_places(path: str) -> list[Place] | None:
         with contextlib.suppress(CkptError):  # the path may be a file
             store = open_store(path, writable=False)
             for name in sorted(name for name in store.list_names("") if name.endswith("/")):
-                with contextlib.suppress(
-                    StateError, FormatError
-                ):  # neither a run nor a checkpoint, or an invalid name
-                    found.append(_place(f"{path.rstrip('/')}/{name[:-1]}", store.at(name[:-1])))
+                # StateError: neither a run nor a checkpoint. FormatError: an invalid name.
+                with contextlib.suppress(StateError, FormatError):
+                    found.append(_place_in(path, store, name[:-1]))
         if not found:
             raise
         return found
     return None
+
+
+def _place_in(path: str, store: Store, name: str) -> Place:
+    """Return the place of a name in a directory; see `find_places`.
+
+    Raises: StateError(ARGUMENT); FormatError(UNSAFE_PATH).
+    """
+    inner = f"{path.rstrip('/')}/{name}"
+    below = store.at(name)
+    try:
+        return _place(inner, below)
+    except StoreError:
+        return Place(path=inner, store=below, is_run=True)
 
 
 def _place(path: str, store: Store) -> Place:

@@ -6,6 +6,7 @@ import pytest
 
 import ckptfmt
 from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import save_in_run
@@ -104,6 +105,32 @@ def test_ls_of_a_directory_shows_the_runs_and_checkpoints_in_it(
     monkeypatch.chdir(tmp_path)
     assert call("ls")[1] == out
     assert [one["kind"] for one in call_json("ls")[1]["entries"]] == ["checkpoint", "run"]
+
+
+@pytest.mark.usefixtures("run_path", "checkpoint_path")
+@pytest.mark.parametrize("name", ["a-directory", "m-directory", "z-directory"])
+def test_ls_of_a_directory_lists_the_others_beside_an_unreadable_one(
+    call, call_json, tmp_path, monkeypatch, name
+):
+    """The entries behind the unreadable one were missing, with exit code 0."""
+    (tmp_path / name).mkdir()
+    right = LocalStore.list_names
+
+    def list_names(store, prefix):
+        if store.name == str(tmp_path / name):
+            raise err(Code.STORE_ACCESS, "Permission denied", where=store.name)
+        return right(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "list_names", list_names)
+    code, out, _ = call("ls", tmp_path)
+    assert (code, sorted(words[0] for words in words_of(out))) == (
+        2,
+        sorted(["checkpoint", name, "run"]),
+    )
+    assert "can't be read: STORE_ACCESS" in out
+    code, answer = call_json("ls", tmp_path)
+    errors = {one["name"]: one.get("error", {}).get("code") for one in answer["entries"]}
+    assert (code, errors) == (2, {"checkpoint": None, name: "STORE_ACCESS", "run": None})
 
 
 def test_ls_of_something_else_says_what_to_give(call, checkpoint_path, tmp_path):
