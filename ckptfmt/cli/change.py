@@ -9,7 +9,7 @@ from typing import Any
 from ckptfmt import limits
 from ckptfmt.cli.console import Console, clean, labels_text, print_errors, print_json
 from ckptfmt.cli.places import open_run_place
-from ckptfmt.errors import CkptError, Code, CommitError, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.catalog import Run
 
 
@@ -53,9 +53,10 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
     """Delete checkpoints, and return the exit code.
 
     The newest checkpoint is deleted first: a delta is deleted before its bases. Of several named
-    checkpoints, the checkpoints still needed are reported as refused, and the rest is deleted.
+    checkpoints, every failed deletion is reported as refused, and the rest is deleted.
 
-    Raises: CommitError(CHECKPOINT_NEEDED) for a single named checkpoint, if still needed.
+    Raises: the errors of `Run.delete` for a single named checkpoint, such as
+        CommitError(CHECKPOINT_NEEDED).
     """
     named = {one.name: one for one in (found.find(_which(text)) for text in arguments.checkpoints)}
     refused: dict[str, CkptError] = {}
@@ -66,7 +67,7 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
         try:
             found.delete(name, dry_run=arguments.dry_run, force=arguments.force, gone=gone)
             gone.append(name)
-        except CommitError as error:
+        except CkptError as error:
             if len(named) == 1:
                 raise
             refused[name] = error

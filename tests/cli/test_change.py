@@ -78,6 +78,32 @@ def test_of_several_those_go_that_nothing_needs(
     assert [one.state for one in ckptfmt.Run(run).list()] == ["retired", "retired", "committed"]
 
 
+@pytest.mark.parametrize("other", ["retired", "unreadable"])
+def test_what_was_deleted_is_said_also_beside_another_error(
+    run: str, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    """Only the error was said: `deleted` was missing, and the checkpoints were gone."""
+    (one, two) = (checkpoint_name(step, 1) for step in (1, 2))
+    if other == "retired":
+        said(capsys, "rm", run, "1")
+        code = "CHECKPOINT_RETIRED"
+    else:
+        (Path(run) / one / "manifest.json").write_bytes(b"{")
+        code = "DOC_SYNTAX"
+    dry = said(capsys, "rm", run, one, "2", "--dry-run", code=2)
+    found = said(capsys, "rm", run, one, "2", code=2)
+    assert dry["deleted"] == found["deleted"] == [two]
+    assert [error["code"] for error in found["refused"]] == [code]
+    with ckptfmt.Checkpointer(run, ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+        checkpointer.restore_rng()
+        checkpointer.save(step=4)
+    assert main(["rm", run, one, "3"]) == 2
+    out = capsys.readouterr().out
+    assert f"deleted  {checkpoint_name(3, 1)}" in out
+    assert code in out
+    assert said(capsys, "rm", run, one, code=2)["error"]["code"] == code
+
+
 def test_a_dry_run_says_what_would_go_and_changes_nothing(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
