@@ -64,6 +64,14 @@ def test_doctor_names_what_a_place_lacks(call, call_json, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_names_a_place_that_cannot_be_looked_at(call_json):
+    """A bare OSError."""
+    code, answer = call_json("doctor", "a" * 300)
+    (found,) = [one for one in answer["findings"] if one["about"] == "place"]
+    assert (code, found["state"]) == (1, "failed")
+    assert "File name too long" in found["detail"]
+
+
 def test_doctor_counts_the_slots_that_memory_has_room_for(call_json, run_path, monkeypatch):
     margin = 1 << 28  # which stays free
     for room_nbytes, processes, state in (

@@ -190,8 +190,9 @@ def _look_at_place(path: str) -> Iterator[Finding]:
     if is_url(path) and not path.startswith("file:"):
         yield from _try_store(path, path)
         return
-    directory = _existing(Path(open_store(path, writable=False).name))
+    directory = Path(open_store(path, writable=False).name)
     try:
+        directory = _existing(directory)
         trial = tempfile.TemporaryDirectory(prefix=f"{TEMPORARY_PREFIX}doctor-", dir=directory)
     except OSError as error:
         detail = f"nothing can be created in {directory}: {error.strerror}"
