@@ -100,6 +100,19 @@ def test_program_that_fails_by_itself_is_told_with_its_last_words(
     assert "Run the program by itself first" in told
 
 
+def test_program_that_cannot_be_started_is_refused_by_name(
+    tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    """A bare OSError."""
+    program = tmp_path / "program"
+    assert rehearse("--", str(program)) == 2
+    assert f"ARGUMENT at {program}" in capsys.readouterr().err
+    program.write_bytes(b"")
+    assert rehearse("--", str(program)) == 2
+    assert "Permission denied" in (told := capsys.readouterr().err)
+    assert "ARGUMENT" in told
+
+
 def test_failure_of_several_processes_is_told_with_the_words_of_the_first(
     tmp_path: pathlib.Path, capsys: Any
 ) -> None:

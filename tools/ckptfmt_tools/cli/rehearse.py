@@ -163,7 +163,8 @@ def _start(
 ) -> None:
     """Start a launch and wait for its end.
 
-    Raises: StateError(ARGUMENT) if the launch ends by itself with an error.
+    Raises: StateError(ARGUMENT) if the program can't be started, or the launch ends by itself with
+        an error.
     """
     kill_at = rehearsal.kill_at
     ends = (
@@ -175,9 +176,14 @@ def _start(
     started = _command(command, world)
     environment = {**os.environ, **rehearsal.as_environment()}
     with log.open("w+b") as output:
-        code = subprocess.run(  # noqa: S603
-            started, env=environment, stdout=output, stderr=output, check=False
-        ).returncode
+        try:
+            code = subprocess.run(  # noqa: S603
+                started, env=environment, stdout=output, stderr=output, check=False
+            ).returncode
+        except OSError as error:
+            detail = f"the program can't be started: {error.strerror}"
+            remedy = "Write the command behind two dashes, as in a shell: python train.py --lr 0.1"
+            raise err(Code.ARGUMENT, detail, where=started[0][:200], remedy=remedy) from error
         output.seek(0)
         said = output.read().decode(errors="replace").splitlines()
     was_killed = kill_at is not None and code != 0
