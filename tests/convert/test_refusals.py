@@ -1,6 +1,7 @@
 """What can't be converted is refused by name, and leaves nothing behind."""
 
 import json
+import os
 import pickle
 import shutil
 
@@ -49,6 +50,27 @@ def test_source_that_is_no_checkpoint(tmp_path):
 
     assert refused(tmp_path / "empty", tmp_path / "a.pt")[0] == "ARGUMENT"
     assert refused(tmp_path / "text.pt", tmp_path / "b", "--to", "ckptfmt")[0] == "ARGUMENT"
+
+
+@pytest.mark.parametrize("options", [(), ("--from", "torch"), ("--from", "hf")])
+def test_source_that_is_no_file_or_leads_nowhere(options, tmp_path):
+    """A bare error, or for a named pipe, an endless wait."""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("no directory")
+    os.mkfifo(tmp_path / "pipe")
+    codes = [
+        refused(tmp_path / name, tmp_path / "out", "--to", "ckptfmt", *options)[0]
+        for name in ("loop", "file/x", "pipe")
+    ]
+    assert codes == ["STORE_IO", "FILE_MISSING", "UNSAFE_FILE"]
+
+
+def test_target_behind_a_loop_of_links(checkpoint, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    target = tmp_path / "loop" / "a.pt"
+    assert convert(checkpoint, target)["error"]["code"] == "STORE_IO"
+    said = convert(checkpoint, tmp_path / "a.pt", "--statement", str(target))
+    assert said["error"]["code"] == "ARGUMENT"
 
 
 def test_kind_of_the_target_must_be_known(checkpoint, tmp_path):

@@ -90,7 +90,7 @@ def _check_statement(said: str, conversion: Conversion) -> None:
         raise empty_path("--statement")
     _check_place(said, conversion)
     path = Path(said)
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):  # noqa: PTH112 - Path's raises errors of the system
         remedy = "Make the directory first."
         raise err(Code.ARGUMENT, "the directory isn't there", where=said, remedy=remedy)
     check_path(path.name)
@@ -105,9 +105,9 @@ def _check_place(said: str, conversion: Conversion) -> None:
     if os.path.lexists(said):
         detail = "the file for the statement exists already"
         raise err(Code.STORE_EXISTS, detail, where=said, remedy=remedy)
-    path = Path(said).resolve()
+    path = Path(os.path.realpath(said))
     for name, place in (("target", conversion.target), ("source", conversion.source)):
-        if not is_url(place) and path.is_relative_to(Path(place).resolve()):
+        if not is_url(place) and path.is_relative_to(os.path.realpath(place)):
             detail = f"the statement is in the {name}"
             raise err(Code.ARGUMENT, detail, where=said, remedy=remedy)
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import secrets
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -392,9 +393,7 @@ def source_kind(path: str) -> str:
         else:
             names = {entry.name for entry in Path(path).iterdir()}
     except FileNotFoundError:
-        raise err(
-            Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)
-        ) from None
+        raise _missing(path) from None
     except NotADirectoryError:
         return _file_kind(path)
     except OSError as error:
@@ -453,24 +452,49 @@ def target_kind(path: str, from_kind: str) -> str:
 
 
 def check_paths(source: str, target: str) -> None:
-    """Check that a target doesn't exist and isn't within the source.
+    """Check that a target doesn't exist and isn't within the source, and that the source does.
 
-    Raises: StoreError; StateError(ARGUMENT).
+    Raises: StoreError; StateError(ARGUMENT); the errors of `_check_source`.
     """
     for name, path in (("SOURCE", source), ("TARGET", target)):
         if not path:
             raise empty_path(name)
-    if is_url(target):
-        return  # `Conversion.run` checks whether the target exists
-    if os.path.lexists(target):
-        raise _exists(target)
-    if not is_url(source) and Path(target).resolve().is_relative_to(Path(source).resolve()):
+    if not is_url(target) and os.path.lexists(target):
+        raise _exists(target)  # `Conversion.run` checks whether the target of a URL exists
+    if is_url(source):
+        return
+    inner, outer = (Path(os.path.realpath(path)) for path in (target, source))
+    if not is_url(target) and inner.is_relative_to(outer):
         raise err(
             Code.ARGUMENT,
             "the target is in the source",
             where=target,
             remedy="Give a path outside of it.",
         )
+    _check_source(source)
+
+
+def _check_source(source: str) -> None:
+    """Check that a local source is a regular file or a directory.
+
+    A read of a named pipe would wait for a writer.
+
+    Raises: IntegrityError(FILE_MISSING); FormatError(UNSAFE_FILE); StoreError.
+    """
+    try:
+        mode = Path(source).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise _missing(source) from None
+    except OSError as error:
+        raise _store_error(error, source) from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        detail = "this is neither a regular file nor a directory"
+        raise err(Code.UNSAFE_FILE, detail, where=source, remedy="Copy its content to a file.")
+
+
+def _missing(path: str) -> CkptError:
+    remedy = suggest_path(path)
+    return err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=remedy)
 
 
 def _check_kinds(source: str, from_kind: str, target: str, to_kind: str) -> None:
