@@ -3,6 +3,8 @@
 import dis
 import sys
 
+import pytest
+
 #: The instructions of CPython behind which signals are handled: calls, beginnings of functions, and
 #: jumps back.
 _HANDLING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"})
@@ -18,6 +20,10 @@ class Interrupted:
     """
 
     def __init__(self, moment, modules):
+        if sys.version_info >= (3, 12):
+            pytest.skip(
+                "from CPython 3.12 on, frames that have begun get no events of instructions"
+            )
         self.place = ""
         self._left = moment
         self._files = {module.__file__ for module in modules}
