@@ -23,7 +23,7 @@ from ckptfmt.cli.places import open_checkpoint_place, open_place, open_run_place
 from ckptfmt.cli.survey import iter_beside
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.run.catalog import Run
-from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches
+from ckptfmt.run.lineage import check_records, iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.mirror import MirrorReport, follow_run
 from ckptfmt.run.scrub import ScrubReport, scrub_checkpoint
 from ckptfmt.store import open_store
@@ -330,6 +330,7 @@ def _find_sound_head(path: str, report: ScrubReport) -> str | None:
     try:
         launches = list_launches(store)
         entries = list_checkpoints(store, with_labels=False)
+        check_records(store, entries)
     except StoreError:
         raise
     except CkptError:

@@ -221,11 +221,9 @@ def _list_items(
             " one is retired"
         )
         items.append(item(entry, "unreadable", f"{error.code}; {mend}"))
-    for launch in survey.lost:
-        mend = (
-            f"`ckptfmt repair {clean(store.name)}` mends it; until then nothing of older"
-            " launches goes"
-        )
+    for launch in (*survey.lost, *survey.missing):
+        kept = "is retired" if launch in survey.missing else "of older launches goes"
+        mend = f"`ckptfmt repair {clean(store.name)}` mends it; until then nothing {kept}"
         items.append(
             _Item(
                 name=launch.path,

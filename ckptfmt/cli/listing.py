@@ -32,6 +32,7 @@ from ckptfmt.run.lineage import (
     iter_lineage,
     list_checkpoints,
     list_launches,
+    list_missing,
     read_run,
 )
 from ckptfmt.store import Store
@@ -88,7 +89,7 @@ def _read_checkpoints(
     held = launches_of(list_held(store))
     run = read_run(store)
     entries = list_checkpoints(store, run)
-    launches, lost = read_launches(store, run)
+    launches, lost = read_launches(store, run, entries)
     lost += [entry.labels_error for entry in entries if entry.labels_error]
     head = next(
         (entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None),
@@ -101,15 +102,20 @@ def _read_checkpoints(
 
 
 def read_launches(
-    store: Store, run: RunRecord | None
+    store: Store, run: RunRecord | None, entries: list[RunEntry]
 ) -> tuple[list[Launch | LostLaunch], list[CkptError]]:
-    """Return the launches of a run, and the errors of their records.
+    """Return the launches of a run, oldest first, and the errors of their records.
 
-    A record that belongs to a different run counts as an error.
+    A record that belongs to a different run counts as an error, and so does a missing record.
+
+    Args:
+        entries: the run's checkpoint directories, which were listed before.
     """
     problems: list[CkptError] = []
     try:
         launches = list_launches(store, run)
+        launches += list_missing(store, launches, entries)
+        launches.sort(key=lambda launch: launch.launch)
     except StoreError:
         raise
     except CkptError as error:

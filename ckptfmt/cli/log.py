@@ -110,7 +110,8 @@ class History:
 
     Attributes:
         run: the run's record; None if unreadable.
-        records: the records of all launches, ascending.
+        records: the records of all launches, ascending, with a `LostLaunch` for each unreadable or
+            missing record.
         launches: the launches with a readable record.
         entries: the run's checkpoint directories, newest first.
         lineage: the names of the checkpoints that the newest launch may resume from, best first.
@@ -167,9 +168,9 @@ def read_history(place: Place) -> History:
     problems: list[CkptError] = []
     pending = list_held(place.store)
     run = _attempt(problems, read_run, place.store)
-    records, lost = read_launches(place.store, run)
-    problems += lost
     entries = list_checkpoints(place.store, run)
+    records, lost = read_launches(place.store, run, entries)
+    problems += lost
     entries.sort(key=lambda entry: (-entry.launch, -entry.step))
     return History(
         run=run,

@@ -16,6 +16,7 @@ from ckptfmt.run.lineage import (
     iter_lineage,
     list_checkpoints,
     list_launches,
+    list_missing,
 )
 from ckptfmt.run.retention import (
     Retention,
@@ -47,6 +48,8 @@ class Survey:
             (REQ-CMT-034).
         lost: launches with an unreadable record. No checkpoint of an older launch is retired or
             aborted before a repair.
+        missing: launches with a checkpoint directory and without a record. No checkpoint is retired
+            before a repair.
         problem: why retention lets no checkpoint go for lack of a metric, or an empty text.
     """
 
@@ -59,6 +62,7 @@ class Survey:
     beside: tuple[tuple[RunEntry, str], ...]
     unreadable: tuple[tuple[RunEntry, CkptError], ...]
     lost: tuple[LostLaunch, ...]
+    missing: tuple[LostLaunch, ...]
     problem: str
 
 
@@ -78,16 +82,18 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run)
     launch = launches[-1].launch if launches else 0
-    going = plan_retention(launches, entries, retention)
+    missing = list_missing(store, launches, entries)
+    going = [] if missing else plan_retention(launches, entries, retention)
     undecided = [entry for entry in entries if entry.register is None and entry.launch >= launch]
     names = {entry.name for entry in going}
+    known = sorted([*launches, *missing], key=lambda launch: launch.launch)
     problem = None
-    if retention.best is not None and not going:
+    if retention.best is not None and not going and not missing:
         problem = find_missing_metric(launches, entries, retention, retention.best[0])
     return Survey(
         launch=launch,
         going=tuple(going),
-        abandoned=tuple(list_abandoned(launches, entries, launch)),
+        abandoned=tuple(list_abandoned(known, entries, launch)),
         remains=tuple(
             entry.name
             for entry in entries
@@ -96,11 +102,12 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
         ),
         unfinished=tuple(entry for entry in undecided if entry.launch not in held),
         in_hand=tuple(entry for entry in undecided if entry.launch in held),
-        beside=tuple(one for one in iter_beside(launches, entries) if one[0].name not in names),
+        beside=tuple(one for one in iter_beside(known, entries) if one[0].name not in names),
         unreadable=tuple(
             (entry, entry.register) for entry in entries if isinstance(entry.register, CkptError)
         ),
         lost=tuple(launch for launch in launches if isinstance(launch, LostLaunch)),
+        missing=tuple(missing),
         problem=problem or "",
     )
 

@@ -365,7 +365,9 @@ def check_record(name: str, launch: int, numbers: Collection[int | None]) -> Non
             where=f"{LAUNCHES}/{launch_name(launch)}",
             requirement="REQ-RUN-015",
             remedy=(
-                "Restore the record from a copy, or resume by hand from a checkpoint that you name."
+                "`ckptfmt repair RUN --with MIRROR` restores the record from a copy; without a"
+                " copy, `ckptfmt repair RUN` writes it anew. Or resume by hand from a checkpoint"
+                " that you name."
             ),
         )
 

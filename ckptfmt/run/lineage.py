@@ -140,8 +140,9 @@ class RunEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LostLaunch:
-    """A launch with an unreadable record: only the number in the file's name is known.
+    """A launch with an unreadable or missing record: only the number is known.
 
+    The number is in the name of the record's file, and in the names of the launch's checkpoints.
     Spec: REQ-RUN-045.
 
     Attributes:
@@ -292,6 +293,33 @@ def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | L
         return launch
 
     return call_each(store, read, list_launch_numbers(store))
+
+
+def list_missing(
+    store: Store, launches: Iterable[Launch | LostLaunch], entries: Iterable[RunEntry]
+) -> list[LostLaunch]:
+    """Return the launches with a checkpoint directory and without a record, oldest first.
+
+    While there are such launches, the lineage is unknown: nothing of the run may be retired.
+
+    Args:
+        launches, entries: the launches and checkpoint directories found before. The launches may
+            have been listed first: a launch that began in between isn't missing.
+
+    Spec: REQ-RUN-015.
+    """
+    known = {launch.launch for launch in launches}
+    unknown = {entry.launch: entry.name for entry in entries if entry.launch not in known}
+    if not unknown:
+        return []
+    numbers = list_launch_numbers(store)
+    missing = []
+    for number, name in sorted(unknown.items()):
+        try:
+            check_record(name, number, numbers)
+        except CkptError as error:
+            missing.append(LostLaunch(launch=number, error=error))
+    return missing
 
 
 def list_launch_numbers(store: Store) -> list[int]:

@@ -34,12 +34,14 @@ from ckptfmt.run.lineage import (
     LostLaunch,
     RunEntry,
     check_not_fenced,
+    check_records,
     check_writer_features,
     is_overtaken,
     iter_lineage,
     list_checkpoints,
     list_launch_numbers,
     list_launches,
+    list_missing,
     read_launch,
 )
 from ckptfmt.store.protocol import CALLS_AT_ONCE, Store, call_each
@@ -486,6 +488,9 @@ def clean_up(
 ) -> list[str]:
     """Retire checkpoints, abort unfinished saves of older launches, finish interrupted clean-ups.
 
+    While the record of a launch with checkpoints is missing, none is retired: the lineage is
+    unknown (REQ-RUN-015).
+
     Args:
         store: rooted at the run.
         launch: the launch that cleans; undecided directories of this and newer launches are
@@ -495,8 +500,8 @@ def clean_up(
         staying: names of checkpoints to keep in any case.
         aborts: whether to abort unfinished saves. An unfinished directory at another home of the
             run is a copy in progress.
-        on_problem: called with a sentence where no checkpoint can go for lack of a metric, now and
-            then.
+        on_problem: called with a sentence where checkpoints stay for lack of a launch record, and
+            now and then where they stay for lack of a metric.
 
     Returns: the names of the directories retired or aborted.
     Raises: UnsupportedError(FEATURE_UNSUPPORTED), before any removal, if the run has a feature
@@ -513,16 +518,14 @@ def clean_up(
         _delete_ended_holds(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
-    going = [
-        entry for entry in plan_retention(launches, entries, retention) if entry.name not in staying
-    ]
-    if on_problem is not None and (number := find_barrier(launches, entries)):
-        on_problem(
-            f"the record of launch {number} can't be read: nothing of older launches is retired"
-            " until"
-            f" `ckptfmt repair {store.name}` has mended it"
-        )
-    if retention.best is not None and not any(map(is_at_home, going)) and on_problem is not None:
+    missing = list_missing(store, launches, entries)
+    plan = [] if missing else plan_retention(launches, entries, retention)
+    going = [entry for entry in plan if entry.name not in staying]
+    problem = _find_lost(store.name, launches, entries, missing)
+    if problem is not None and on_problem is not None:
+        on_problem(problem)
+    is_kept = not missing and not any(map(is_at_home, going))
+    if retention.best is not None and is_kept and on_problem is not None:
         problem = find_missing_metric(
             launches, entries, retention, retention.best[0], is_due=_is_worth_a_line
         )
@@ -536,7 +539,8 @@ def clean_up(
     )
     abandoned: set[str] = set()
     if aborts:
-        abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
+        known_launches = [*launches, *missing]
+        abandoned = {entry.name for entry in list_abandoned(known_launches, entries, launch)}
     for entry in entries:
         if entry.name in abandoned:
             reason = f"unfinished when launch {launch} cleaned up"
@@ -545,6 +549,32 @@ def clean_up(
                 removed.append(entry.name)
     _finish_clean_ups(store, entries, known or Known())
     return removed
+
+
+def _find_lost(
+    run: str,
+    launches: Sequence[Launch | LostLaunch],
+    entries: list[RunEntry],
+    missing: Sequence[LostLaunch],
+) -> str | None:
+    """Return a sentence if checkpoints stay for lack of a launch record; else None.
+
+    Args:
+        run: the run's path.
+        missing: the launches without a record.
+    """
+    if missing:
+        return (
+            f"launch {missing[0].launch} has a checkpoint and no record: nothing is retired until"
+            f" `ckptfmt repair {run}` has written it"
+        )
+    number = find_barrier(launches, entries)
+    if not number:
+        return None
+    return (
+        f"the record of launch {number} can't be read: nothing of older launches is retired until"
+        f" `ckptfmt repair {run}` has mended it"
+    )
 
 
 def _finish_clean_ups(store: Store, entries: list[RunEntry], known: Known) -> None:
@@ -592,7 +622,7 @@ def list_abandoned(
         for past in launches
         if isinstance(past, Launch) and past.resume_from is not None
     }
-    # An unreadable record may name any directory of an older launch.
+    # An unreadable or missing record may name any directory of an older launch.
     lost = max((past.launch for past in launches if isinstance(past, LostLaunch)), default=0)
     return [
         entry
@@ -792,8 +822,9 @@ def delete_checkpoint(
         loadable: digests of checkpoints found to be whole before, as in `find_last_loadable`.
 
     Raises: CommitError(CHECKPOINT_NEEDED); IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED,
-        CHECKPOINT_RETIRED); UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
-    Spec: REQ-CMT-022 to REQ-CMT-026, REQ-CMT-032, REQ-CMT-040.
+        CHECKPOINT_RETIRED, or FILE_MISSING of a launch record); UnsupportedError(
+        FEATURE_UNSUPPORTED); StoreError.
+    Spec: REQ-CMT-022 to REQ-CMT-026, REQ-CMT-032, REQ-CMT-040, REQ-RUN-015.
     """
     check_writer_features(run, "REQ-CMT-025", doing="deleting", undone="nothing was removed")
     launches = list_launches(store, run)
@@ -806,6 +837,7 @@ def delete_checkpoint(
         raise (
             entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
         ).below(name)
+    check_records(store, entries)
     gone = {*gone}
     left = [one for one in entries if one.name not in gone]
     need = _find_need(store.name, launches, left, entry)

@@ -262,14 +262,10 @@ class _Scrubbing:
 
         for folder, kind in ((LAUNCHES, Launch), (LABELS_FOLDER, LabelsRecord)):
             names = {name for store in self._copies for name in store.list_names(folder)}
-            # No checkpoint of a run is chosen without the record of its launch.
+            # No checkpoint of a run is chosen while a directory's launch has no record, also where
+            # all checkpoints of the launch are retired.
             if folder == LAUNCHES:
-                names |= {
-                    launch_name(one.launch)
-                    for own in entries
-                    for one in own.values()
-                    if one.manifest is not None
-                }
+                names |= {launch_name(one.launch) for own in entries for one in own.values()}
             for name in sorted(names):
                 number = parse_launch_name(name)
                 if number is None and (folder == LAUNCHES or parse_labels_name(name) is None):

@@ -24,7 +24,13 @@ from ckptfmt.run.lineage import (
     list_launches,
 )
 from ckptfmt.run.mirror import mirror_run
-from ckptfmt.run.retention import Retention, clean_up, list_abandoned, plan_retention
+from ckptfmt.run.retention import (
+    Retention,
+    clean_up,
+    list_abandoned,
+    plan_retention,
+    tidy_up,
+)
 from ckptfmt.run.scrub import scrub_run
 from ckptfmt.state import State
 from ckptfmt.store.memory import MemoryStore
@@ -232,6 +238,91 @@ def spoiled() -> None:
     Launch.parse(b"{}", where="launches/0001.json")
 
 
+# --- a record that is gone ------------------------------------------------------------------------
+
+
+def without_its_rollback(home) -> RunOfSteps:
+    """Return a run that lost the record of its second launch, which went back to step 1 by hand."""
+    made = RunOfSteps(home.store())
+    made.begin()
+    made.save(1, 2, 3)
+    made.begin(choose=checkpoint_name(1, 1))
+    made.save(2, 3)
+    made.store.delete("launches/0002.json")
+    return made
+
+
+@pytest.mark.parametrize("newest", [1, 3])
+def test_nothing_is_retired_while_a_record_is_gone(home, newest):
+    """REQ-RUN-015: the lineage is unknown; a save reports it, and doesn't fail."""
+    made = without_its_rollback(home)
+    if newest == 3:  # resumed by hand, as the remedy says
+        made.begin(choose=checkpoint_name(3, 2))
+        made.save(4, 5)
+        assert made.launch.launch == 3
+    before = names_of(made)
+    unfinished = made.place(9, 1)
+    unfinished.create("parts/00000.abcdefgh.json", [b"{}"])
+    removed, told = tidy_up(made.store, made.run, launch=newest, retention=Retention(newest=1))
+    assert removed == []
+    assert "launch 2 has a checkpoint and no record: nothing is retired" in told
+    assert "ckptfmt repair" in told
+    assert names_of(made) == before
+    assert unfinished.list("")
+    assert scrub_run([made.store]).whole
+    removed, told = tidy_up(
+        made.store, made.run, launch=max(newest, 2), retention=Retention(newest=1)
+    )
+    assert checkpoint_name(2, 2) in removed
+    assert checkpoint_name(9, 1) in removed
+    assert told == ""
+
+
+def test_a_launch_begun_during_a_clean_up_has_its_record(home, monkeypatch):
+    """The launches are listed first, then the checkpoints."""
+    made = two_launches(home.store())
+
+    def list_one(store, run=None):
+        return list_launches(store, run)[:1]
+
+    monkeypatch.setattr("ckptfmt.run.retention.list_launches", list_one)
+    told: list[str] = []
+    clean_up(made.store, made.run, launch=2, retention=Retention(), on_problem=told.append)
+    assert told == []
+
+
+def test_nothing_is_deleted_while_a_record_is_gone(home):
+    """REQ-RUN-015: the checkpoint may be what the run goes on from."""
+    made = without_its_rollback(home)
+    before = names_of(made)
+    for name in before:
+        for options in ({}, {"force": True}, {"dry_run": True}):
+            error = error_of(
+                lambda name=name, options=options: Run(made.store).delete(name, **options)
+            )
+            assert (error.code, error.where, error.requirement) == (
+                Code.FILE_MISSING,
+                "launches/0002.json",
+                "REQ-RUN-015",
+            )
+            assert "ckptfmt repair" in error.remedy
+    assert names_of(made) == before
+    assert scrub_run([made.store]).whole
+    Run(made.store).delete(checkpoint_name(3, 1))
+    assert checkpoint_name(3, 1) not in names_of(made)
+
+
+def test_a_gone_record_of_a_launch_without_checkpoints_left_is_written_anew(home):
+    """REQ-RUN-046: `find_head` wants a record for each directory, also of retired checkpoints."""
+    made = two_launches(home.store())
+    clean_up(made.store, made.run, launch=2, retention=Retention(newest=1))
+    made.store.delete("launches/0001.json")
+    assert code_of(lambda: find_head(made.store)) == Code.FILE_MISSING
+    assert scrub_run([made.store]).whole
+    assert find_head(made.store)[0] == checkpoint_name(4, 2)
+    assert made.begin().resume_from.name == checkpoint_name(4, 2)
+
+
 # --- repair ---------------------------------------------------------------------------------------
 
 
@@ -376,3 +467,36 @@ def test_training_commands_and_repair_go_on(tmp_path, capsys):
     assert "what the checkpoints in" in out
     assert call(capsys, "ls", tmp_path / "run")[0] == 0
     assert train(tmp_path / "run", 1).step == 6
+
+
+def test_commands_say_that_a_record_is_gone(tmp_path, capsys):
+    """REQ-RUN-015: no command shows a head, or cleans up, as if all records were there."""
+    train(tmp_path / "run", 2)
+    train(tmp_path / "run", 2)
+    path = tmp_path / "run" / "launches" / "0002.json"
+    path.unlink()
+    for command in ("ls", "log", "inspect"):
+        code, out = call(capsys, command, tmp_path / "run")
+        assert code == 2
+        assert "launch 2, which has no record" in out
+        code, out = call(capsys, command, tmp_path / "run", "--json")
+        told = json.loads(out)
+        assert [one["where"] for one in told["problems"]] == ["launches/0002.json"]
+        head = told.get("head") or next(
+            (one["name"] for one in told["checkpoints"] if one.get("is_head")), None
+        )
+        assert head == checkpoint_name(4, 2)  # as after damage to the record
+    code, out = call(capsys, "ls", tmp_path)
+    assert code == 2
+    for options in ((), ("--dry-run",)):
+        code, out = call(capsys, "gc", tmp_path / "run", "--keep", "1", *options)
+        assert code == 1
+        assert "launches/0002.json" in out
+        assert "until then nothing is retired" in out
+    code, out = call(capsys, "rm", tmp_path / "run", checkpoint_name(4, 2), checkpoint_name(3, 2))
+    assert code == 2
+    assert "FILE_MISSING at launches/0002.json" in out
+    assert call(capsys, "repair", tmp_path / "run")[0] == 0
+    code, out = call(capsys, "gc", tmp_path / "run", "--keep", "1")
+    assert code == 0
+    assert train(tmp_path / "run", 1).step == 5

