@@ -24,6 +24,7 @@ from ckptfmt.run.failures import Decision, read_decisions
 from ckptfmt.run.labelling import change_labels, pin_checkpoint
 from ckptfmt.run.lineage import (
     RunEntry,
+    check_records,
     check_writer_features,
     find_head_entry,
     iter_lineage,
@@ -406,7 +407,8 @@ class Run:
         Args:
             which: an entry of a listing, a name, a digest, or a step.
 
-        Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT) for an argument of another type.
+        Raises: IntegrityError(NOT_COMMITTED, or FILE_MISSING of a launch record);
+            StateError(ARGUMENT) for an argument of another type.
         """
         wanted = which.name if isinstance(which, RunCheckpoint) else _check_wanted(which)
         entries = list_checkpoints(self._store, read_known_run(self._store))
@@ -417,6 +419,7 @@ class Run:
             or (entry.manifest is not None and entry.manifest.digest == wanted)
         ]
         if len(found) > 1:
+            check_records(self._store, entries)
             lineage = {entry.name for entry in iter_lineage(list_launches(self._store), entries)}
             found = [entry for entry in found if entry.name in lineage]
         if len(found) != 1:

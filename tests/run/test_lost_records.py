@@ -312,6 +312,17 @@ def test_nothing_is_deleted_while_a_record_is_gone(home):
     assert checkpoint_name(3, 1) not in names_of(made)
 
 
+def test_a_step_saved_twice_is_not_chosen_while_a_record_is_gone(home):
+    """REQ-RUN-015: which of both is on the lineage is unknown; a name says it."""
+    made = without_its_rollback(home)
+    error = error_of(lambda: Run(made.store).find(3))
+    assert (error.code, error.where) == (Code.FILE_MISSING, "launches/0002.json")
+    assert Run(made.store).find(1).name == checkpoint_name(1, 1)
+    assert Run(made.store).find(checkpoint_name(3, 2)).launch == 2
+    assert scrub_run([made.store]).whole
+    assert Run(made.store).find(3).name == checkpoint_name(3, 2)
+
+
 def test_a_gone_record_of_a_launch_without_checkpoints_left_is_written_anew(home):
     """REQ-RUN-046: `find_head` wants a record for each directory, also of retired checkpoints."""
     made = two_launches(home.store())
