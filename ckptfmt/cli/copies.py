@@ -276,6 +276,10 @@ def _print_outlook(
                 "yellow",
             )
         )
+    stays = [one.error for one in report.damages if one.repaired_from is None]
+    for remedy in sorted({one.remedy for one in stays if one.code == Code.FILE_MISSING}):
+        if remedy != Code.FILE_MISSING.remedy:
+            console.line((f"  {clean(remedy)}", "dim"))
     if len(report.copies) == 1:
         console.line(("  Another copy can mend it: --with DEST.", "dim"))
     elif arguments.dry_run:

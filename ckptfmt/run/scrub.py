@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import create_once, read_register
+from ckptfmt.commit.decision import create_once, read_register, refusal_of
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -21,6 +21,7 @@ from ckptfmt.documents.manifest import (
     Manifest,
     Tombstone,
     index_name,
+    parse_checkpoint_name,
     parse_register,
 )
 from ckptfmt.documents.run import (
@@ -190,6 +191,8 @@ class _Scrubbing:
         self._damages: list[Damage] = []
         self._checkpoints: list[str] = []
         self._in_caches: set[str] = set()
+        # Launch and step of the newest committed or retired checkpoint of each copy of a run.
+        self._newest: list[tuple[int, int]] = []
         # Source of the new contents, in words, of each record without a whole copy; by path.
         self._anew: dict[str, str] = {}
 
@@ -201,6 +204,10 @@ class _Scrubbing:
         entries = [
             {entry.name: entry for entry in list_checkpoints(store, run, with_labels=False)}
             for store in self._copies
+        ]
+        self._newest = [
+            max(((one.launch, one.step) for one in own.values() if one.digest), default=(0, 0))
+            for own in entries
         ]
         self._scrub_records(run, entries)
         for name in sorted({name for found in entries for name in found}):
@@ -221,6 +228,8 @@ class _Scrubbing:
                 remedy="Name a copy that has it: --with COPY.",
             )
         self._scrub_checkpoint("", list(entries))
+        if isinstance(register := entries[0].register, Abort | Tombstone):
+            self._note(0, MANIFEST_NAME, refusal_of(register), None)
         return self._report()
 
     def _report(self) -> ScrubReport:
@@ -387,7 +396,7 @@ class _Scrubbing:
         lost = {
             at: error
             for at, entry in enumerate(entries)
-            if (error := self._find_lost(at, entry, manifests))
+            if (error := self._find_lost(at, name, entry, manifests))
         }
         if not manifests:
             for at, error in lost.items():
@@ -403,6 +412,9 @@ class _Scrubbing:
         broken = {damage.copy for damage in self._damages[before:] if damage.repaired_from is None}
         for at, error in lost.items():
             store = self._copies[at]
+            is_missing = error.code == Code.FILE_MISSING
+            if is_missing and self._read_register(self._place(at, name)) is not None:
+                continue  # it was decided meanwhile
             can_mend = at in candidates and store.name not in broken
             if can_mend and not self._dry_run:
                 content = self._place(donor, name).read(
@@ -414,24 +426,51 @@ class _Scrubbing:
             )
 
     def _find_lost(
-        self, at: int, entry: RunEntry | None, manifests: dict[int, Manifest]
+        self, at: int, name: str, entry: RunEntry | None, manifests: dict[int, Manifest]
     ) -> CkptError | None:
         """Return the error of an unreadable or missing register; None for any other register.
 
-        A register is missing if the files of a committed checkpoint are in the directory.
+        A register is missing if the files of a committed checkpoint are in the directory, and if
+        the copy can't be just behind another one with the checkpoint.
         """
-        if entry is None:
-            return None
-        if isinstance(entry.register, CkptError):
+        if entry is not None and isinstance(entry.register, CkptError):
             return without_frames(entry.register)
-        if entry.register is None and manifests:
-            index = index_name(next(iter(manifests.values())).origin.attempt)
-            if index in self._copies[at].list_names(entry.name):
-                detail = "the files of a checkpoint are here, and its register isn't"
-                return err(
-                    Code.FILE_MISSING, detail, where=MANIFEST_NAME, requirement="REQ-CKP-004"
-                )
-        return None
+        if (entry is not None and entry.register is not None) or not manifests:
+            return None
+        donor, manifest = next(iter(manifests.items()))
+        if index_name(manifest.origin.attempt) in self._copies[at].list_names(name):
+            detail = "the files of a checkpoint are here, and its register isn't"
+            return err(Code.FILE_MISSING, detail, where=MANIFEST_NAME, requirement="REQ-CKP-004")
+        return self._absent(at, name, donor) if self._is_missed(at, name, manifest) else None
+
+    def _absent(self, at: int, name: str, donor: int) -> CkptError:
+        """Return the error of a copy that has lost a checkpoint; `donor` has it.
+
+        A repair doesn't bring it back: perhaps it was deleted on purpose (REQ-RUN-034).
+        """
+        source, target = self._copies[donor].name, self._copies[at].name
+        copying = f"`ckptfmt mirror {source} {target}` copies it"
+        return err(
+            Code.FILE_MISSING,
+            f"the checkpoint is in {source}, and not here",
+            where=MANIFEST_NAME,
+            requirement="REQ-CKP-004",
+            remedy=f"{copying if name else f'Copy the directory {source}'}, unless it was deleted"
+            " on purpose.",
+        )
+
+    def _is_missed(self, at: int, name: str, manifest: Manifest) -> bool:
+        """Return whether a copy without a register and index of a checkpoint has lost it.
+
+        A checkpoint named alone is missed in each copy. In a run, the first copy should have all
+        checkpoints, and a mirror all but the newest: a copy of these may still be to come. What is
+        in caches of nodes isn't copied.
+        """
+        if not name:
+            return True
+        place = parse_checkpoint_name(name)
+        assert place is not None  # noqa: S101
+        return manifest.durability == HOME and (at == 0 or place[::-1] < self._newest[at])
 
     def _write_register(self, place: Store, content: bytes, error: CkptError) -> None:
         assert isinstance(parse_register(content), Manifest)  # noqa: S101

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.commit.decision import CONDEMNED, abort, read_register, retire
-from ckptfmt.documents.manifest import Manifest, Tombstone, checkpoint_name
+from ckptfmt.documents.manifest import Manifest, Tombstone, checkpoint_name, index_name
 from ckptfmt.documents.run import LAUNCHES, launch_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.report import Report
@@ -40,7 +40,7 @@ from ckptfmt.run.lineage import (
 )
 from ckptfmt.run.mirror import MirrorReport, follow_run, mirror_run, promote
 from ckptfmt.run.retention import clean_up
-from ckptfmt.run.scrub import scrub_run
+from ckptfmt.run.scrub import scrub_checkpoint, scrub_run
 from ckptfmt.saving import mirrors
 from ckptfmt.store import LocalStore, check_apart
 from ckptfmt.store.memory import MemoryStore
@@ -1046,6 +1046,88 @@ def test_what_was_retired_is_not_brought_back():
     assert home.list(name) == [f"{name}/manifest.json"]
 
 
+@pytest.mark.parametrize("how", ["directory", "register and index"])
+@pytest.mark.parametrize(("place", "step"), [("home", 2), ("home", 1), ("other", 1)])
+def test_a_checkpoint_that_a_copy_lost_is_reported(place, step, how):
+    """REQ-RUN-034: a scrub doesn't write its register; a copy in the other direction brings it back."""
+    home, other = mirrored()
+    name = checkpoint_name(step, 1)
+    store = home if place == "home" else other
+    lost = [
+        path
+        for path in store.list(name)
+        if how == "directory" or "manifest" in path or "index" in path
+    ]
+    for path in lost:
+        store.delete(path)
+    before = files_of(store)
+
+    report = scrub_run([home, other])
+
+    assert [(one.copy, one.path, one.repaired_from) for one in report.damages] == [
+        (store.name, f"{name}/manifest.json", None)
+    ]
+    assert not report.whole
+    (damage,) = report.damages
+    assert damage.error.code == Code.FILE_MISSING
+    assert f"ckptfmt mirror {(other if place == 'home' else home).name} {store.name}" in str(
+        damage.error.remedy
+    )
+    assert files_of(store) == before
+    mirror_run(*((other, home) if place == "home" else (home, other)))
+    assert scrub_run([home, other]).damages == ()
+
+
+def test_a_mirror_that_is_behind_is_whole():
+    """What its home committed since the last copy isn't lost there."""
+    home, other = mirrored()
+    made = RunOfSteps(home.at(""))
+    made.begin()
+    made.save(3)
+    assert scrub_run([home, other]).damages == ()
+    (damage,) = scrub_run([other, home]).damages  # of the copy named first, more is wanted
+    assert (damage.copy, damage.path) == (other.name, f"{checkpoint_name(3, 2)}/manifest.json")
+
+
+def test_a_checkpoint_committed_during_a_scrub_is_not_lost(monkeypatch):
+    """A mirror follows the run: it may have a checkpoint that wasn't at home a moment before."""
+    home, other = mirrored()
+
+    def list_before(store, *arguments, **options):
+        entries = list_checkpoints(store, *arguments, **options)
+        return entries[:1] if store is home else entries
+
+    monkeypatch.setattr("ckptfmt.run.scrub.list_checkpoints", list_before)
+    assert scrub_run([home, other]).damages == ()
+
+
+def test_a_checkpoint_named_alone_must_be_there():
+    """A scrub of one checkpoint says nothing good about a place without it."""
+    home, other = mirrored()
+    name = checkpoint_name(2, 1)
+    copies = [home.at(name), other.at(name)]
+    assert scrub_checkpoint(copies).damages == ()
+    register = read_register(copies[1])
+    assert isinstance(register, Manifest)
+    for path in ("manifest.json", index_name(register.origin.attempt)):
+        copies[0].delete(path)
+    for order in (copies, copies[::-1]):
+        (damage,) = scrub_checkpoint(order).damages
+        assert (damage.copy, damage.path, damage.repaired) == (
+            copies[0].name,
+            "manifest.json",
+            False,
+        )
+        assert damage.error.code == Code.FILE_MISSING
+    home, other = mirrored()
+    retire_one(home, name)
+    copies = [home.at(name), other.at(name)]
+    (damage,) = scrub_checkpoint(copies).damages
+    assert (damage.error.code, damage.repaired) == (Code.CHECKPOINT_RETIRED, False)
+    assert isinstance(read_register(copies[0]), Tombstone)
+    assert scrub_checkpoint(copies[::-1]).damages == ()
+
+
 def test_copies_that_went_apart_do_not_repair_each_other():
     """REQ-RUN-030, REQ-RUN-033."""
     home, other = mirrored()
@@ -1192,6 +1274,15 @@ def test_commands_say_what_they_did(tmp_path, capsys):
     assert index.read_bytes() == (tmp_path / "whole").read_bytes()
     assert main(["scrub", home, "--with", other]) == 0
     assert capsys.readouterr().out.startswith("whole")
+
+    gone = tmp_path / "home" / checkpoint_name(2, 1)
+    gone.rename(tmp_path / "gone")
+    for name in ("repair", "scrub"):
+        assert main([name, home, "--with", other]) == 1
+        out = capsys.readouterr().out
+        assert "beyond repair" in out
+        assert f"ckptfmt mirror {other} {home}" in out
+    (tmp_path / "gone").rename(gone)
 
     assert main(["promote", other, "--home", home]) == 0
     assert f"promoted  {other}: launch 3, from {checkpoint_name(2, 1)}" in capsys.readouterr().out

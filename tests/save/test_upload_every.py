@@ -563,6 +563,7 @@ def test_a_mirror_has_what_is_at_home_and_names_the_rest(tmp_path: pathlib.Path)
         (checkpoint_name(2, 1),),
     )
     assert is_whole(mirror, 3)
+    assert scrub_run([home, mirror]).whole
 
 
 def test_scrub_calls_nothing_damaged_that_is_in_caches(tmp_path: pathlib.Path) -> None:
