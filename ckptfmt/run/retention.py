@@ -5,6 +5,7 @@ Spec: REQ-CMT-020 to REQ-CMT-026.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -19,12 +20,19 @@ from ckptfmt.commit.decision import (
     Known,
     abort,
     delete_unfinished,
+    read_register,
     refusal_of,
     retire,
     sweep,
 )
 from ckptfmt.documents.durability import HOME
-from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
+from ckptfmt.documents.manifest import (
+    PINS_SUFFIX,
+    Abort,
+    Manifest,
+    Tombstone,
+    parse_checkpoint_name,
+)
 from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import LABELS, REFERENCED
@@ -124,6 +132,8 @@ _COUNTS: Final = {
 _MANY: Final = 16
 #: The rules under which all committed checkpoints stay.
 KEEP_ALL: Final = Retention()
+#: Errors of a store that surely didn't write: a call without an answer may take effect later.
+_REFUSALS: Final = frozenset({Code.NO_SPACE, Code.STORE_ACCESS})
 _ALL: Final = "To delete the whole run, delete its directory."
 _SAVING: Final = Need(
     "a save that isn't committed yet will read from it",
@@ -721,7 +731,43 @@ def _retire_unread(
         for entry in staying:
             store.at(entry.name).delete(name)
     # A delta goes before its bases, and an interruption leaves only whole checkpoints.
-    return _retire(store, [entry for entry in reversed(going) if entry not in staying]), read
+    condemned = [entry for entry in reversed(going) if entry not in staying]
+    return _retire_condemned(store, condemned, name), read
+
+
+def _retire_condemned(store: Store, going: list[RunEntry], name: str) -> list[str]:
+    """Retire condemned checkpoints, and return their names.
+
+    After an error, the condemnation is withdrawn from the checkpoints that stay committed: nobody
+    could pin these, or begin a launch from them. A checkpoint whose tombstone may still take effect
+    stays condemned.
+
+    Args:
+        name: the name of the condemnations.
+
+    Spec: REQ-CMT-033.
+    """
+    left = list(going)
+    try:
+        while left:
+            _retire(store, left[:1])
+            del left[0]
+    except BaseException as error:
+        for entry in left if _stays_committed(store, left[0], error) else left[1:]:
+            with contextlib.suppress(CkptError):
+                store.at(entry.name).delete(name)
+        raise
+    return [entry.name for entry in going]
+
+
+def _stays_committed(store: Store, entry: RunEntry, error: BaseException) -> bool:
+    """Return whether a failed retirement of a checkpoint surely left no tombstone."""
+    if not isinstance(error, CkptError) or error.code not in _REFUSALS:
+        return False
+    try:
+        return isinstance(read_register(store.at(entry.name)), Manifest)
+    except CkptError:
+        return False
 
 
 def _find_read(

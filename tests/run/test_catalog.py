@@ -29,6 +29,7 @@ from ckptfmt.store.protocol import Names
 from tests.builders import error_of, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps
+from tests.stores.faults import Fault, FaultStore
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import Recorder
 
@@ -397,6 +398,40 @@ def test_a_pin_between_the_choice_and_the_tombstone_holds() -> None:
     clean_up(Meddling(store, pin), open_run(store), launch=1, retention=Retention(newest=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert not [path for path in store.list("") if CONDEMNED in path]
+
+
+@pytest.mark.parametrize("code", [Code.NO_SPACE, Code.STORE_ACCESS])
+@pytest.mark.parametrize("fail_at", [1, 2])
+@pytest.mark.parametrize("operation", ["create", "replace"])
+def test_a_clean_up_without_space_condemns_nothing_for_good(
+    operation: str, fail_at: int, code: Code
+) -> None:
+    """REQ-CMT-033: what stays committed can be pinned, and a launch can begin from it."""
+    store, run = made(1, 2, 3, 4)
+    fault = Fault(fail_at=fail_at, sticky=True, operations=frozenset({operation}))
+    full = FaultStore(store, fault, code=code)
+    cleaning = functools.partial(clean_up, launch=1, retention=Retention(newest=1))
+    assert code_of(lambda: cleaning(full, open_run(store))) == code
+    retired_count = fail_at - 1 if operation == "replace" else 0
+    assert [one.state for one in run.list()].count("retired") == retired_count
+    assert not [path for path in store.list("") if CONDEMNED in path]
+    run.pin(1)
+    assert code_of(lambda: delete_checkpoint(full, open_run(store), checkpoint_name(2, 1))) == code
+    assert not [path for path in store.list("") if CONDEMNED in path]
+
+
+@pytest.mark.parametrize("state", ["committed", "retired"])
+def test_a_tombstone_without_an_answer_stays_announced(state: str) -> None:
+    """REQ-CMT-032: it may take effect later, and whoever pins the checkpoint must see that."""
+    store, run = made(1, 2, 3)
+    fault = Fault(fail_at=1, applied=state == "retired", operations=frozenset({"replace"}))
+    silent = FaultStore(store, fault, code=Code.STORE_NO_ANSWER)
+    cleaning = functools.partial(clean_up, launch=1, retention=Retention(newest=1))
+    assert code_of(lambda: cleaning(silent, open_run(store))) == Code.STORE_NO_ANSWER
+    condemned = {path.split("/")[0] for path in store.list("") if CONDEMNED in path}
+    assert condemned == {checkpoint_name(2, 1)}
+    assert run.list()[1].state == state
+    run.pin(1)
 
 
 def test_a_metric_that_comes_between_the_choice_and_the_tombstone_keeps_the_best() -> None:
