@@ -120,8 +120,13 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
         " state_dict of numbered parameters, which loads only into the same order and layout;"
         " to save by names, give the wrapped optimizer"
         for unit in units
-        if side is not None and unit.kind is Kind.STATEFUL and side.is_numbered(unit.value)
+        if side is not None and _is_numbered(unit, side)
     ]
+
+
+def _is_numbered(unit: Unit, side: Any) -> bool:
+    # Some optimizers have a state_dict on one process alone.
+    return unit.is_given and unit.kind is Kind.STATEFUL and bool(side.is_numbered(unit.value))
 
 
 def may_be_schedule(name: str, value: object) -> bool:

@@ -506,7 +506,7 @@ def test_commands_say_that_a_record_is_gone(tmp_path, capsys):
         assert "until then nothing is retired" in out
     code, out = call(capsys, "rm", tmp_path / "run", checkpoint_name(4, 2), checkpoint_name(3, 2))
     assert code == 2
-    assert "FILE_MISSING at launches/0002.json" in out
+    assert "launch 2, which has no record" in out
     assert call(capsys, "repair", tmp_path / "run")[0] == 0
     code, out = call(capsys, "gc", tmp_path / "run", "--keep", "1")
     assert code == 0

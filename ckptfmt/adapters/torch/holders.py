@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfmt.adapters.live_trees import attributes_of
 from ckptfmt.adapters.torch.loaders import find_followed, samplers_of
-from ckptfmt.adapters.torch.optimizer_kinds import is_plain_optimizer, unwrap_optimizer
+from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
 from ckptfmt.adapters.torch.step_watch import list_parts
 from ckptfmt.state import State
 
@@ -66,23 +66,23 @@ def list_unheld(values: list[object]) -> tuple[list[object], list[object]]:
 def list_unheld_parts(values: Iterable[object]) -> list[torch.optim.Optimizer]:
     """Return the optimizers within a State's optimizers with a state that no save has.
 
-    The base optimizer of SAM is such an optimizer: SAM's state_dict leaves out the momenta.
+    The base optimizer of SAM is such an optimizer: SAM has torch's state_dict, which leaves out the
+    momenta. A class with a state_dict of its own decides what belongs to its state.
 
     Args:
         values: the objects of the State.
     """
     own = [value for value in values if isinstance(value, torch.optim.Optimizer)]
     held = set(map(id, own))
-    found = []
-    for optimizer in own:
-        for part in list_parts(optimizer):
-            tensors = _tensor_ids(part.state)
-            if id(part) in held or part.state is optimizer.state or not tensors:
-                continue
-            saved = optimizer.state if is_plain_optimizer(optimizer) else optimizer.state_dict()
-            if not tensors <= _tensor_ids(saved):
-                found.append(part)
-    return found
+    return [
+        part
+        for optimizer in own
+        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        for part in list_parts(optimizer)
+        if id(part) not in held
+        and part.state is not optimizer.state
+        and not _tensor_ids(part.state) <= _tensor_ids(optimizer.state)
+    ]
 
 
 def _tensor_ids(tree: object) -> set[int]:
