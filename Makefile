@@ -100,9 +100,11 @@ test-torch-%:
 PYTHONS := 3.12 3.13
 PYTHON_TESTS := tests/documents tests/layout tests/codecs tests/read tests/run tests/cli tests/commit tests/write \
 	tests/store tests/stage tests/data tests/interface/test_errors.py
-# Files of these folders that import torch.
-PYTHON_LEAVES_OUT := tests/cli/test_doctor.py tests/cli/test_listing.py tests/codecs/test_prediction_members.py \
-	tests/codecs/test_prediction_training.py tests/data/test_rl.py tests/read/test_oracle.py
+# Files of these folders that import torch, or start programs that do.
+PYTHON_LEAVES_OUT := tests/cli/test_doctor.py tests/cli/test_listing.py tests/cli/test_rehearse.py \
+	tests/cli/test_rehearse_page.py tests/cli/test_report.py tests/codecs/test_prediction_members.py \
+	tests/codecs/test_prediction_training.py tests/data/test_rl.py tests/read/test_kept.py \
+	tests/read/test_oracle.py
 
 .PHONY: test-pythons
 test-pythons: $(PYTHONS:%=test-python-%)  ## what needs no torch, on the other supported versions of Python
