@@ -848,7 +848,7 @@ class LoadPlan:
             name = problem.where.removeprefix("extra:")
             if problem.where in saved:
                 remedy = (
-                    f"{renamed}Give it to State: extra={{{name!r}: ...}};"
+                    f"{renamed}Give it to State: extra={_nested(name)};"
                     " allow=('unexpected',) leaves it out."
                 )
             elif problem.where in wanted:
@@ -856,6 +856,18 @@ class LoadPlan:
             else:
                 continue
             self.problems[number] = dataclasses.replace(problem, remedy=problem.remedy or remedy)
+
+
+def _nested(name: str) -> str:
+    """Return the mapping for a name, as a program writes it.
+
+    >>> _nested("best/epoch")
+    "{'best': {'epoch': ...}}"
+    """
+    text = "..."
+    for key in reversed(name.split("/")):
+        text = f"{{{key!r}: {text}}}"
+    return text
 
 
 def _process(scope: str) -> str:
