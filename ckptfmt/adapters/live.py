@@ -51,6 +51,7 @@ class Unit:
         is_given: whether this worker contributes the object to a save. Beneath a `FirstWorker` only
             worker 0 does.
         name: the path as a name.
+        wrapper: the object around an optimizer in `value`; None without one.
     """
 
     field: str
@@ -61,6 +62,7 @@ class Unit:
     value: Any
     put: Callable[[object], None] | None
     is_given: bool = True
+    wrapper: object = None
 
 
 #: The report for an optimizer with a learning-rate schedule but without a saved scheduler.
@@ -259,19 +261,31 @@ class _Walker:
             raise too_deep(place_of(field, join_name(path[:4])))
         side = self._side
         kind = Kind.TREE
+        wrapper: object = None
         if type(value) in _WALKED:
             if not self._are_plain(value):
                 for key, item in _items(value):
                     yield from self.units(field, (*path, key), scope, item, _putter(value, key))
                 return
         elif type(value) not in self._leaves:
+            given = value
             value = value if side is None else side.unwrap_optimizer(value)
+            wrapper = None if value is given else given
             if side is not None and side.is_plain_loader(value):
                 value = side.position_of(value, where=place_of(field, join_name(path)))
                 scope = worker_scope(self._worker)
             kind = _kind_of(value, side)
         name = join_name(path) if path else ""
-        yield Unit(field=field, path=path, name=name, scope=scope, kind=kind, value=value, put=put)
+        yield Unit(
+            field=field,
+            path=path,
+            name=name,
+            scope=scope,
+            kind=kind,
+            value=value,
+            put=put,
+            wrapper=wrapper,
+        )
 
     def _are_plain(self, container: object, depth: int = 0) -> bool:
         """Return whether a container holds plain values, tensors and other values of trees only."""

@@ -33,6 +33,9 @@ _KNOWN: Final = (
     "accelerate",
     "transformers",
     "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torchft",
 )
 #: The attribute by which a class says that its state_dict is complete.
 EXACT: Final = "ckptfmt_exact"
@@ -69,12 +72,23 @@ def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
     # Other objects of the State are saved separately.
     others = {id(unit.value) for unit in units}
     return {
-        place_of(unit.field, unit.name): dict(_Look(others - {id(unit.value)}).of(unit.value))
-        for unit in units
-        if unit.is_given
-        and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER)
-        and not is_known(unit.value)
+        place: dict(_Look(others - {id(value)}).of(value))
+        for place, value in _list_inspected(units)
+        if not is_known(value)
     }
+
+
+def _list_inspected(units: Iterable[Unit]) -> Iterator[tuple[str, object]]:
+    """Yield the objects with attributes that may matter, each with its place.
+
+    An object around an optimizer is one, such as a Lookahead: the optimizer alone is saved.
+    """
+    for unit in units:
+        place = place_of(unit.field, unit.name)
+        if unit.is_given and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER):
+            yield place, unit.value
+            if unit.wrapper is not None:
+                yield f"{place} around the optimizer", unit.wrapper
 
 
 def compare(units: Iterable[Unit], saved: object) -> list[str]:
@@ -87,7 +101,7 @@ def compare(units: Iterable[Unit], saved: object) -> list[str]:
     if not isinstance(saved, Mapping):
         return []
     units = list(units)
-    kinds = {place_of(unit.field, unit.name): type(unit.value).__qualname__ for unit in units}
+    kinds = {place: type(value).__qualname__ for place, value in _list_inspected(units)}
     found = []
     for place, now in look_at(units).items():
         before = saved.get(place)

@@ -670,3 +670,60 @@ def test_doubts_of_a_framework_lower_the_claim(tmp_path: Path, rng: Any) -> None
     report = ckptfmt.load(tmp_path, live)
     assert report.claim == "S0"
     assert told in report.lowered_by
+
+
+class Around:
+    """An object that shows an optimizer's groups, state and state_dict as its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Lookahead(Around):
+    """The same, with weights and a count of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.count = 0
+        self.slow = [torch.ones(2)]
+
+    def step(self) -> None:
+        super().step()
+        self.count += 1
+        self.slow[0].lerp_(torch.zeros(2), 0.5)
+
+
+@pytest.mark.parametrize("kind", [Around, Lookahead])
+def test_what_an_object_around_an_optimizer_keeps_is_not_claimed(
+    tmp_path: Path, kind: type[Around]
+) -> None:
+    """The count and the weights were lost under T1."""
+
+    def build() -> tuple[ckptfmt.State, Around]:
+        model = nn.Linear(2, 2)
+        around = kind(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+        return ckptfmt.State(weights=model, optimizer=around, data={}, config={}), around
+
+    state, around = build()
+    around.step()
+    ckptfmt.save(tmp_path / "c", state, step=1)
+    report = ckptfmt.load(tmp_path / "c", build()[0])
+    if kind is Around:
+        assert (report.claim, report.lowered_by) == ("T1", ())
+    else:
+        assert report.claim != "T1"
+        told = [reason for reason in report.lowered_by if "leaves out what changes" in reason]
+        assert len(told) == 1, report.lowered_by
+        assert "Lookahead" in told[0]
+        assert "count and 1 more" in told[0]
