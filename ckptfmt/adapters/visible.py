@@ -79,9 +79,11 @@ def look_at(units: Iterable[Unit]) -> dict[str, dict[str, str]]:
 
 
 def _list_inspected(units: Iterable[Unit]) -> Iterator[tuple[str, object]]:
-    """Yield the objects with attributes that may matter, each with its place.
+    """Yield the objects with a state_dict, the optimizers, and the objects around optimizers.
 
-    An object around an optimizer is one, such as a Lookahead: the optimizer alone is saved.
+    A save contains no more of a Lookahead around an optimizer than the optimizer.
+
+    Returns: pairs of the object's place and the object.
     """
     for unit in units:
         place = place_of(unit.field, unit.name)
