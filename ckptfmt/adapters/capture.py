@@ -63,6 +63,7 @@ def capture(
         FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
+    _refuse_shared_parameters(live)
     lacking = () if unsaved is None else unsaved(live)
     tensors: list[TensorSource] = []
     leaves: list[Leaf] = []
@@ -160,6 +161,33 @@ def list_streams(state: State, live: Live, side: Any) -> list[LiveRngStream]:
     """
     own = [] if state.rng is False else live_streams(state.rng, live.devices, side)
     return own + unit_streams(live.units, state.rng, side)
+
+
+def _refuse_shared_parameters(live: Live) -> None:
+    """Refuse optimizers of one parameter whose options or states would have the same names.
+
+    Raises: StateError(STATE_NAME).
+    """
+    side = live.sides.torch
+    optimizers = [
+        unit for unit in live.units if unit.kind is Kind.OPTIMIZER and not optimizer_prefix(unit)
+    ]
+    owners: dict[tuple[int, str], tuple[Unit, object]] = {}
+    for unit in optimizers if len(optimizers) > 1 else ():
+        for parameter, told in side.iter_members(unit.value):
+            owner, theirs = owners.setdefault((id(parameter), unit.scope), (unit, told))
+            if owner.value is unit.value or (told is not None and told == theirs):
+                continue
+            detail = (
+                f"an optimizer with a parameter that {place_of(owner.field, owner.name)} has, too:"
+                " the options and states of both would have the same names"
+            )
+            remedy = (
+                "Give one of them in extra, where its name comes first:"
+                f" State(extra={{{unit.name.rpartition('/')[2]!r}: optimizer}})."
+            )
+            where = place_of(unit.field, unit.name)
+            raise err(Code.STATE_NAME, detail, where=where, remedy=remedy)
 
 
 def _frozen_leaves(split: Any, *, worker: int, worker_count: int) -> list[Leaf]:

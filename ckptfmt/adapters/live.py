@@ -7,7 +7,7 @@ import functools
 import operator
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import ModuleType
 from typing import Any, Final, TypeGuard
@@ -414,7 +414,6 @@ class Live:
         jax_facts = {} if of_jax is None else of_jax.local_facts(trees)
         if side is None:
             return cls(units=units, worker_count=worker_count, sides=sides, jax_facts=jax_facts)
-        _refuse_shared_parameters(units, side)
         views = {
             number: side.view_module(
                 unit.value,
@@ -452,31 +451,6 @@ def optimizer_prefix(unit: Unit) -> str:
     The prefix is empty in State(optimizer=...), where the names are those of the parameters.
     """
     return prefix_of(unit.path) if unit.field != "optimizer" or unit.path[:1] == ("extra",) else ""
-
-
-def _refuse_shared_parameters(units: Iterable[Unit], side: ModuleType) -> None:
-    """Refuse optimizers of one parameter whose states would have the same names.
-
-    Raises: StateError(STATE_NAME).
-    """
-    optimizers = [
-        unit for unit in units if unit.kind is Kind.OPTIMIZER and not optimizer_prefix(unit)
-    ]
-    owners: dict[int, Unit] = {}
-    for unit in optimizers if len(optimizers) > 1 else ():
-        for parameter in side.list_parameters(unit.value):
-            owner = owners.setdefault(id(parameter), unit)
-            if owner.value is not unit.value and owner.scope == unit.scope:
-                detail = (
-                    f"an optimizer with a parameter that {place_of(owner.field, owner.name)} has,"
-                    " too: the states of both would have the same names"
-                )
-                remedy = (
-                    "Give one of them in extra, where its name comes first:"
-                    f" State(extra={{{unit.name.rpartition('/')[2]!r}: optimizer}})."
-                )
-                where = place_of(unit.field, unit.name)
-                raise err(Code.STATE_NAME, detail, where=where, remedy=remedy)
 
 
 def _parameter_names(

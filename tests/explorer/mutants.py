@@ -193,9 +193,11 @@ def _ack_before_sync(operations: Operations) -> Operations:
 
 
 def _bases_first() -> AbstractContextManager[Any]:
-    right = retention._retire
+    right = retention._retire_condemned
     return mock.patch.object(
-        retention, "_retire", lambda store, entries: right(store, list(reversed(entries)))
+        retention,
+        "_retire_condemned",
+        lambda store, going, name: right(store, list(reversed(going)), name),
     )
 
 

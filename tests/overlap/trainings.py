@@ -378,8 +378,10 @@ def shared_optimizers() -> Training:
             loss_of(net, number).backward()
             optimizer.step()
 
-    late = names_of(net) | _only(names_of(net, *ADAM), "2.")
-    return Training(State(weights=net, optimizer={"first": first, "second": second}), turn, late)
+    shared = _only(names_of(net, *ADAM), "2.")
+    of_second = {name.replace("optimizer:", "optimizer:extra/second/") for name in shared}
+    state = State(weights=net, optimizer=first, extra={"second": second})
+    return Training(state, turn, names_of(net) | of_second)
 
 
 class _Odd(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -117,6 +117,16 @@ def list_parameters(value: object) -> list[torch.Tensor]:
         return list(value.parameters())
     groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
     return [parameter for group in groups for parameter in group["params"]]
+
+
+def iter_members(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.Tensor, dict[str, object] | None]]:
+    """Yield each parameter of an optimizer with the options; None instead for one with a state."""
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            yield parameter, None if optimizer.state.get(parameter) else options
 
 
 def is_tensor(value: object) -> bool:
