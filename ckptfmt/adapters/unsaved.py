@@ -116,17 +116,14 @@ class Unheld:
         found = [*self._found, *self._find_draws(draws)]
         early = self._early or ()
         found += [_of_loader(loader) for loader in self._begun_loaders() if loader not in early]
-        parts = side.list_unheld_parts(values)
-        found += [_of_part(side, part) for part in parts if not is_copied(part)]
-        trained = (
-            parameter
-            for optimizer in side.list_optimizers(values)
-            for parameter in side.list_parameters(optimizer)
-        )
-        names = side.list_unsaved_parameters(live.views.values(), trained)
-        found += [_of_parameter(name) for name in names[:1]]
+        optimizers = side.list_optimizers(values)
+        if optimizers:
+            parts = side.list_unheld_parts(optimizers)
+            found += [_of_part(side, part) for part in parts if not is_copied(part)]
+            names = side.list_unsaved_parameters(live.views.values(), optimizers)
+            found += [_of_parameter(name) for name in names[:1]]
         if self._watch is not None:
-            self._watch.follow(side.list_optimizers(values))
+            self._watch.follow(optimizers)
             parameters = (tensor for value in values for tensor in side.list_parameters(value))
             strangers = self._watch.list_strangers(parameters)
             found += [_of_optimizer(one) for one in strangers if not is_copied(one)]

@@ -86,8 +86,8 @@ def _list_inspected(units: Iterable[Unit]) -> Iterator[tuple[str, object]]:
     Returns: pairs of the object's place and the object.
     """
     for unit in units:
-        place = place_of(unit.field, unit.name)
         if unit.is_given and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER):
+            place = place_of(unit.field, unit.name)
             yield place, unit.value
             if unit.wrapper is not None:
                 yield f"{place} around the optimizer", unit.wrapper

@@ -63,16 +63,16 @@ def list_unheld(values: list[object]) -> tuple[list[object], list[object]]:
     return helpers, loaders
 
 
-def list_unheld_parts(values: Iterable[object]) -> list[torch.optim.Optimizer]:
+def list_unheld_parts(own: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return the optimizers within a State's optimizers with a state that no save has.
 
     The base optimizer of SAM is such an optimizer: SAM has torch's state_dict, which leaves out the
     momenta. A class with a state_dict of its own decides what belongs to its state.
 
     Args:
-        values: the objects of the State.
+        own: the optimizers of the State.
     """
-    own = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    own = list(own)
     held = set(map(id, own))
     return [
         part

@@ -270,7 +270,7 @@ def find_claim_limits(module: torch.nn.Module) -> list[str]:
 
 
 def list_unsaved_parameters(
-    views: Iterable[ModuleView], trained: Iterable[torch.Tensor]
+    views: Iterable[ModuleView], optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[str]:
     """Return the names of trained parameters that the modules' state_dict leaves out.
 
@@ -278,9 +278,15 @@ def list_unsaved_parameters(
 
     Args:
         views: the modules of a State.
-        trained: the parameters of the State's optimizers.
+        optimizers: the optimizers of the State.
     """
     views = list(views)
+    trained = (
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
     saved = {id(entry.tensor) for view in views for entry in view.entries}
     names = {number: found for view in views for number, found in view.parameters.items()}
     left = [one for one in trained if id(one) not in saved and id(one) in names]
