@@ -6,6 +6,8 @@ import ast
 import errno
 import re
 import shutil
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any, cast
@@ -842,6 +844,21 @@ def test_a_read_only_file_system_is_no_matter_of_owner_and_mode() -> None:
     assert "mounted for reading only" in str(
         _store_error(OSError(errno.EROFS, "Read-only file system", "x"), "x")
     )
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    """STORE_IO of EFBIG: to check the storage led nowhere."""
+    program = """
+import resource, numpy, ckptfmt
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+ckptfmt.save("c", ckptfmt.State(weights={"w": numpy.zeros(1 << 20, "u1")}), step=1)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "STORE_IO" in ended.stderr
+    assert "`ulimit -f`" in ended.stderr
 
 
 def test_a_target_without_suffix_is_a_checkpoint(tmp_path: Path) -> None:
