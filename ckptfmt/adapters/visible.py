@@ -35,8 +35,9 @@ _KNOWN: Final = (
     "lightning",
     "lightning_fabric",
     "pytorch_lightning",
-    "torchft",
 )
+#: A package whose object around an optimizer has no state of its own; a manager has.
+_STATELESS_AROUND: Final = "torchft"
 #: The attribute by which a class says that its state_dict is complete.
 EXACT: Final = "ckptfmt_exact"
 #: Limits of the traversal: depth, number of values, number of tensors. Objects at greater depth
@@ -89,7 +90,8 @@ def _list_inspected(units: Iterable[Unit]) -> Iterator[tuple[str, object]]:
         if unit.is_given and unit.kind in (Kind.STATEFUL, Kind.OPTIMIZER):
             place = place_of(unit.field, unit.name)
             yield place, unit.value
-            if unit.wrapper is not None:
+            package = type(unit.wrapper).__module__.partition(".")[0]
+            if unit.wrapper is not None and package != _STATELESS_AROUND:
                 yield f"{place} around the optimizer", unit.wrapper
 
 
