@@ -36,7 +36,7 @@ _KNOWN: Final = (
     "lightning_fabric",
     "pytorch_lightning",
 )
-#: A package whose object around an optimizer has no state of its own; a manager has.
+#: The package of an object around an optimizer without a state of its own.
 _STATELESS_AROUND: Final = "torchft"
 #: The attribute by which a class says that its state_dict is complete.
 EXACT: Final = "ckptfmt_exact"
