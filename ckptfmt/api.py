@@ -17,7 +17,7 @@ from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.numbering import nest, take_optimizers
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.adapters.unsaved import Unheld, Unsaved
-from ckptfmt.commit.lone import check_no_run, check_outside, is_run, own_place
+from ckptfmt.commit.lone import check_before_opening, check_no_run, is_run, own_place
 from ckptfmt.commit.waiting import (
     describe_savers,
     list_held_attempts,
@@ -47,7 +47,7 @@ from ckptfmt.signing.bundles import attach_bundle
 from ckptfmt.signing.signer import Signer
 from ckptfmt.signing.trust import Trust
 from ckptfmt.state import State, check_state, place_of
-from ckptfmt.store import is_url, local_path, open_store, split_path, suggest_path
+from ckptfmt.store import is_url, open_store, split_path, suggest_path
 from ckptfmt.store.protocol import Store
 
 PathOrStore = str | os.PathLike[str] | Store
@@ -115,8 +115,7 @@ def save(
     check_state(state)
     check_block_nbytes(block_nbytes)
     signer = Signer.of(sign)
-    if local_path(path) is not None:  # before the directory is made
-        check_outside(open_store(path, writable=False))
+    check_before_opening(path)
     store = meeting = open_store(path, writable=True)
     group = make_group(writer, agree, meeting, deadline_s=deadline_s)
     if replace:

@@ -26,7 +26,15 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.run import HOME_NAME, LABELS_FOLDER, LAUNCHES, RUN_NAME, SAVERS, VOTES
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import LocalStore, address_of, is_url, local_path, open_address, split_path
+from ckptfmt.store import (
+    LocalStore,
+    address_of,
+    is_url,
+    local_path,
+    open_address,
+    open_store,
+    split_path,
+)
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import detach_link, is_link
 
@@ -119,6 +127,15 @@ def check_outside(store: Store) -> None:
                 requirement="REQ-RUN-016",
                 remedy="Save to a separate directory, or through a Checkpointer.",
             )
+
+
+def check_before_opening(path: str | os.PathLike[str] | Store) -> None:
+    """Raise if a local path is a run's own, before a store to write makes the directory.
+
+    Raises: as `check_outside`.
+    """
+    if local_path(path) is not None:
+        check_outside(open_store(path, writable=False))
 
 
 def _surroundings(store: Store) -> Iterator[tuple[str, str]]:

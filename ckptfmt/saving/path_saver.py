@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self, SupportsFloat
 
-from ckptfmt.commit.lone import check_outside, check_removable, is_run, own_place, remove_alone
+from ckptfmt.commit.lone import (
+    check_before_opening,
+    check_removable,
+    is_run,
+    own_place,
+    remove_alone,
+)
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, check_deadline, make_group
@@ -239,8 +245,7 @@ class PathSaver:
 
     def _open(self, path: str | os.PathLike[str] | Store, *, replace: bool) -> Store:
         """Return the store of a path, unless a save that can't be replaced is in progress."""
-        if local_path(path) is not None:  # before the directory is made
-            check_outside(open_store(path, writable=False))
+        check_before_opening(path)
         store = open_store(path, writable=True)
         if self._saving.saver == "process" and address_of(store) is None:
             remedy = "Pass saver='thread' or saver='inline'."

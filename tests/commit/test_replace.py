@@ -198,12 +198,18 @@ def test_writers_replace_together(store: LocalStore) -> None:
 # --- symbolic links -------------------------------------------------------------------------------
 
 
+def linked(directory: pathlib.Path) -> pathlib.Path:
+    """Save state 1 as `best`, and return the path of a link to it."""
+    replace(directory / "best", 1)
+    link = directory / "last"
+    link.symlink_to("best")
+    return link
+
+
 @pytest.mark.parametrize("how", ["save", "Saver"])
 def test_a_link_gives_way_to_a_checkpoint_of_its_own(tmp_path: pathlib.Path, how: str) -> None:
     """What it leads to is the best one, say, and stays."""
-    replace(tmp_path / "best", 1)
-    link = tmp_path / "last"
-    link.symlink_to("best")
+    link = linked(tmp_path)
     if how == "Saver":
         with PathSaver(saver="thread") as saving:
             assert saving.save(link, state_of(2), step=2, replace=True).path == str(link)
@@ -220,9 +226,7 @@ def test_a_look_at_a_link_that_fails_costs_no_checkpoint(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """A link that was taken for a directory had the save write to the link's target."""
-    replace(tmp_path / "best", 1)
-    link = tmp_path / "last"
-    link.symlink_to("best")
+    link = linked(tmp_path)
     right = os.lstat
     looks = 0
 
@@ -247,9 +251,7 @@ def test_a_link_that_cannot_be_removed_costs_no_checkpoint(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """A failed look at the link was a bare OSError."""
-    replace(tmp_path / "best", 1)
-    link = tmp_path / "last"
-    link.symlink_to("best")
+    link = linked(tmp_path)
 
     def fail(*_arguments: Any, **_options: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -331,9 +333,7 @@ def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(
     tmp_path: pathlib.Path, moment: str
 ) -> None:
     """Whether it is the link still or the directory already; and the next save removes what was left beside."""
-    replace(tmp_path / "best", 1)
-    link = tmp_path / "last"
-    link.symlink_to("best")
+    link = linked(tmp_path)
     kill = f"""
         import os, sys
         from ckptfmt.store import posix, symlinks
@@ -365,9 +365,7 @@ def test_a_link_stays_where_names_cannot_be_exchanged(
         raise OSError(errno.EINVAL, "not here")
 
     monkeypatch.setattr(PosixCalls, "exchange", refuse)
-    replace(tmp_path / "best", 1)
-    link = tmp_path / "last"
-    link.symlink_to("best")
+    link = linked(tmp_path)
     error = error_of(lambda: replace(link, 2))
     assert error.code == Code.STORE_UNSUPPORTED
     assert "Remove the link" in error.remedy

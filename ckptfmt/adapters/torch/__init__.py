@@ -46,7 +46,12 @@ from ckptfmt.adapters.torch.modules import (
     tensor_readers,
     view_module,
 )
-from ckptfmt.adapters.torch.optimizer_kinds import is_numbered, is_plain_optimizer, unwrap_optimizer
+from ckptfmt.adapters.torch.optimizer_kinds import (
+    is_numbered,
+    is_plain_optimizer,
+    iter_parameters,
+    unwrap_optimizer,
+)
 from ckptfmt.adapters.torch.optimizers import capture_optimizer, plan_optimizer
 from ckptfmt.adapters.torch.pair import Pair, find_rank
 from ckptfmt.adapters.torch.runtime import (
@@ -115,8 +120,7 @@ def list_parameters(value: object) -> list[torch.Tensor]:
     """Return the parameters of a module or of an optimizer; an empty list for other objects."""
     if isinstance(value, torch.nn.Module):
         return list(value.parameters())
-    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
-    return [parameter for group in groups for parameter in group["params"]]
+    return list(iter_parameters(value)) if isinstance(value, torch.optim.Optimizer) else []
 
 
 def iter_members(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptfmt.adapters.live_trees import Encoder, fingerprint, worker_scope
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.placing import Placer, fill
+from ckptfmt.adapters.torch.optimizer_kinds import iter_parameters
 from ckptfmt.adapters.torch.tensors import (
     TorchSource,
     address_of,
@@ -281,12 +283,7 @@ def list_unsaved_parameters(
         optimizers: the optimizers of the State.
     """
     views = list(views)
-    trained = (
-        parameter
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    trained = itertools.chain.from_iterable(map(iter_parameters, optimizers))
     saved = {id(entry.tensor) for view in views for entry in view.entries}
     names = {number: found for view in views for number, found in view.parameters.items()}
     left = [one for one in trained if id(one) not in saved and id(one) in names]

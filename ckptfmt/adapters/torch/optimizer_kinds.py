@@ -1,7 +1,8 @@
-"""Classify torch optimizers: plain, wrapped, or with their own protocol."""
+"""Classify torch optimizers: plain, wrapped, or with their own protocol; list their parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,12 @@ _HOOKS: Final = tuple(
     for verb in ("state_dict", "load_state_dict")
     for order in ("pre", "post")
 )
+
+
+def iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of all groups of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def is_plain_optimizer(value: object) -> bool:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptfmt.adapters.live_trees import attributes_of
-from ckptfmt.adapters.torch.optimizer_kinds import unwrap_optimizer
+from ckptfmt.adapters.torch.optimizer_kinds import iter_parameters, unwrap_optimizer
 from ckptfmt.adapters.torch.tensors import is_distributed, local_of
 
 #: The number of parameters whose gradients are marked at each step.
@@ -156,10 +156,7 @@ class StepWatch:
         ):
             return False
         gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
+            parameter.grad for parameter in iter_parameters(optimizer) if parameter.grad is not None
         ]
         greatest = [_greatest(gradient) for gradient in gradients]
         # A scaler skips a step with non-finite gradients, and the next pass clears them.
@@ -187,7 +184,7 @@ class StepWatch:
             )
             and (
                 first < last
-                or any(id(parameter) in known for parameter in _iter_parameters(optimizer))
+                or any(id(parameter) in known for parameter in iter_parameters(optimizer))
             )
         ]
 
@@ -227,11 +224,6 @@ def _sample(optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
         if parameter.requires_grad
     ]
     yield from places[:: max(1, -(-len(places) // _SAMPLED))]
-
-
-def _iter_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _memory_of(gradient: torch.Tensor) -> torch.Tensor | None:
